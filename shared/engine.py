@@ -1,0 +1,117 @@
+"""What a local scheduler orders of its GPU and engines, and what it hears back.
+
+An engine serves one model on one GPU. Orders are actions of the local scheduler's core, reports are its
+events; the emulated and the vLLM engine take and give the same ones, so the core cannot tell them apart.
+They also cross the socket to the process that holds vLLM, hence the tags.
+"""
+
+from shared.events import Action, Event
+from shared.model import ModelSpec, Plan, Request, Struct
+
+
+class Order(Action, tag=True):
+    """Base of the orders."""
+
+
+class LoadEngine(Order):
+    """Load a model. `kv_pool_bytes` fixes its KV pool; 0 leaves it elastic (emulated engines only)."""
+
+    model: ModelSpec
+    kv_pool_bytes: int = 0
+
+
+class UnloadEngine(Order):
+    """Unload a model; whatever still runs in it is dropped without a report."""
+
+    model: str
+
+
+class RunRequest(Order):
+    """Give the engine a request; it runs when the plan in force lets it."""
+
+    model: str
+    request: Request
+
+
+class StopRequest(Order):
+    """Take a request out of the engine and free its memory; nothing more is reported about it."""
+
+    model: str
+    request_id: str
+
+
+class SetPlan(Order):
+    """Replace the engine's standing plan."""
+
+    model: str
+    plan: Plan
+
+
+class SetClock(Order):
+    """Ask the device for an SM clock; `ClockApplied` tells what came of it."""
+
+    sm_clock_mhz: int
+
+
+class EngineReady(Event):
+    """A model is loaded and can run requests. KV is allocated in blocks of `block_tokens` tokens."""
+
+    model: str
+    kv_pool_bytes: int
+    block_tokens: int
+    load_ms: float
+
+
+class EngineEnded(Event):
+    """An engine is gone: unloaded as ordered (`reason` empty), or dead, with everything it held."""
+
+    model: str
+    reason: str = ""
+
+
+class StepOutput(Struct, array_like=True):
+    """What one step did for one request.
+
+    `prefilled_tokens` counts prompt tokens computed in this step. `finish_reason` is ``stop``, ``length`` or
+    ``error``, with the last output. `energy_j` is this request's part of the step, None without a meter.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    prefilled_tokens: int = 0
+    finish_reason: str = ""
+    energy_j: float | None = None
+    error: str = ""
+
+
+class StepDone(Event):
+    """An engine has finished a step under the plan `plan_id`."""
+
+    model: str
+    plan_id: int
+    duration_ms: float
+    outputs: tuple[StepOutput, ...]
+
+
+class OutOfMemory(Event):
+    """The device had no memory for a request's next token; the request waits in its engine."""
+
+    model: str
+    request_id: str
+
+
+class ClockApplied(Event):
+    """The device's answer to `SetClock`: the clock it runs at now, and why if that is another."""
+
+    asked_mhz: int
+    applied_mhz: int
+    reason: str = ""
+
+
+class DeviceSampled(Event):
+    """Periodic reading of the device. `state` is ``active``, ``warm`` or ``cold``; None: no meter."""
+
+    state: str
+    used_bytes: int
+    power_w: float | None
+    energy_j: float | None

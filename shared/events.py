@@ -1,0 +1,348 @@
+"""Every message on the bus, and the few events and actions that all cores share.
+
+One struct per subject (`shared/subjects.py` has the map). Commands are imperative, events in the past
+tense. Receivers are idempotent: a repeat of any message changes nothing, so nothing here carries an id of
+its own; (request, attempt), move id, placement version and sequence numbers do that work.
+"""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from shared.model import GpuSummary, ModelSpec, Placement, Request, RequestEnd, Struct
+
+
+class Message(Struct, tag=True):
+    """Base of all that travels on the bus; its tag tells the types apart in a recording."""
+
+
+# ---- requests: gateway -> global_sched -> local_sched -> gateway
+
+
+class Dispatch(Message):
+    """Gateway asks any global scheduler to place an attempt. `excluded`: GPUs not to be tried."""
+
+    request: Request
+    excluded: tuple[str, ...] = ()
+
+
+class Submit(Message):
+    """Global scheduler hands an attempt to a GPU. `dispatch_seq` grows by one per scheduler and GPU."""
+
+    request: Request
+    scheduler: str
+    dispatch_seq: int
+    predicted_output_tokens: int
+    reason: str = ""
+
+
+class Refused(Message):
+    """A GPU will not take an attempt; the scheduler that sent it tries the next one."""
+
+    request_id: str
+    attempt: int
+    gpu: str
+    reason: str
+
+
+class Admitted(Message):
+    """A GPU has taken an attempt into its queue; from here on it answers for it."""
+
+    request_id: str
+    attempt: int
+    gpu: str
+
+
+class Deferred(Message):
+    """A global scheduler keeps an attempt until its model is loaded; no need to ask again soon."""
+
+    request_id: str
+    attempt: int
+    scheduler: str
+    reason: str
+
+
+class Rejected(Message):
+    """A global scheduler cannot place an attempt: the answer the client gets, in HTTP's terms."""
+
+    request_id: str
+    attempt: int
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class TokenDelta(Struct, array_like=True):
+    """Tokens of one attempt from index `first_seq` of its whole output on; `end` with the last."""
+
+    request_id: str
+    attempt: int
+    first_seq: int
+    token_ids: tuple[int, ...]
+    end: RequestEnd | None = None
+
+
+class Tokens(Message):
+    """What one engine step made for one gateway's requests: one message per step and gateway."""
+
+    gpu: str
+    deltas: tuple[TokenDelta, ...]
+
+
+class AckedThrough(Struct, array_like=True):
+    """The gateway has all tokens before `next_seq`, and the end if `ended`."""
+
+    request_id: str
+    attempt: int
+    next_seq: int
+    ended: bool
+
+
+class Ack(Message):
+    """Gateway to GPU: what has arrived, so that no more than that need be kept to send again."""
+
+    gateway: str
+    acks: tuple[AckedThrough, ...]
+
+
+class Abort(Message):
+    """The owner wants this attempt, and every lower one, stopped on this GPU within a second."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+class GatewayAlive(Message):
+    """Heartbeat of a gateway; a GPU aborts the work of one that is silent for longer than its lease."""
+
+    gateway: str
+
+
+# ---- GPUs and placement
+
+
+class SummaryChanged(Message):
+    """A GPU's state, on change and once per heartbeat."""
+
+    summary: GpuSummary
+
+
+class ScaleOut(Message):
+    """Global scheduler asks for a (further) instance of a model; repeats are one request."""
+
+    model: str
+    scheduler: str
+    reason: str
+
+
+class Load(Message):
+    """Consolidator orders a GPU to load a model. An order older than one already seen is dropped."""
+
+    model: ModelSpec
+    placement_version: int
+
+
+class Unload(Message):
+    """Consolidator orders a GPU to unload a model once nothing runs or waits on it.
+
+    With `if_idle_ms`, a GPU whose engine was used more recently than that keeps it, and says so in its next
+    summary: a request that raced the order is served.
+    """
+
+    model: str
+    placement_version: int
+    if_idle_ms: float = 0.0
+
+
+class Drain(Message):
+    """Admin asks for a GPU to take no new work (`on`), or to take work again."""
+
+    gpu: str
+    on: bool
+
+
+class PlacementChanged(Message):
+    """The placement in force; a lower version than one seen is ignored."""
+
+    placement: Placement
+
+
+class ModelRegistered(Message):
+    """Admin has added a model or changed it."""
+
+    model: ModelSpec
+
+
+class ModelRemoved(Message):
+    """Admin has removed a model."""
+
+    model: str
+
+
+# ---- moves: consolidator -> migrator of the source's host -> both GPUs
+
+
+class Move(Message):
+    """Consolidator wants a waiting request moved from one GPU to another (3.5, F)."""
+
+    move_id: str
+    request_id: str
+    model: str
+    source: str
+    destination: str
+
+
+class Reserve(Message):
+    """Migrator asks the destination to keep memory for a request that may come."""
+
+    move_id: str
+    request_id: str
+    model: str
+    migrator: str
+    context_tokens: int
+
+
+class Granted(Message):
+    """The destination has reserved `credit_bytes`; 0 means it will not, and `reason` says why."""
+
+    move_id: str
+    credit_bytes: int
+    reason: str = ""
+
+
+class Release(Message):
+    """Migrator asks the source to hold a waiting request still and hand out its state."""
+
+    move_id: str
+    request_id: str
+    migrator: str
+
+
+class Released(Message):
+    """The source's answer; `request` is None if it has started, ended or is not there."""
+
+    move_id: str
+    request: Request | None
+    predicted_output_tokens: int = 0
+
+
+class Adopt(Message):
+    """Migrator gives the destination the request's state, to be held until commit."""
+
+    move_id: str
+    request: Request
+    predicted_output_tokens: int
+    migrator: str
+
+
+class Adopted(Message):
+    """The destination holds the request's state and can start it."""
+
+    move_id: str
+
+
+class CommitMove(Message):
+    """The destination may start the request, the source must forget it."""
+
+    move_id: str
+
+
+class AbortMove(Message):
+    """Both sides return to what was before: credits back, the request goes on at the source."""
+
+    move_id: str
+    reason: str
+
+
+class Moved(Message):
+    """The destination has started a moved request; its gateway now listens to it, not to the source."""
+
+    request_id: str
+    attempt: int
+    source: str
+    destination: str
+
+
+class MoveEnded(Message):
+    """Migrator reports how a move ended: ``committed`` or ``aborted``."""
+
+    move_id: str
+    request_id: str
+    outcome: str
+    reason: str = ""
+
+
+# ---- what every core hears and does
+
+
+class Event(Struct, tag=True):
+    """Base of what a core hears from its own shell rather than from the bus."""
+
+
+class Tick(Event):
+    """The time a core asked to be woken at (`Core.wake_ms`) has come."""
+
+
+class BusLost(Event):
+    """This service's own connection to the bus is down: nobody else's silence means anything now."""
+
+
+class BusRestored(Event):
+    """The bus is back; what was sent meanwhile may be lost."""
+
+
+class Action(Struct):
+    """Base of what a core orders its shell to do."""
+
+
+class Send(Action):
+    """Publish `message`; `to` fills the id in its subject (a GPU, gateway, scheduler, host or model)."""
+
+    to: str
+    message: Message
+
+
+class Put(Action):
+    """Write a value to the store under a key of this service; expires after `ttl_ms` unless 0."""
+
+    key: str
+    value: msgspec.Struct
+    ttl_ms: float = 0.0
+
+
+class Delete(Action):
+    """Remove a key of this service from the store."""
+
+    key: str
+
+
+class Span(Action):
+    """A finished span of a traced request, below the trace context `traceparent`."""
+
+    name: str
+    traceparent: str
+    start_ms: float
+    end_ms: float
+    attributes: dict[str, Any] = {}
+    error: str = ""
+
+
+class Count(Action):
+    """Add to a counter of the service's metrics."""
+
+    name: str
+    labels: dict[str, str] = {}
+    value: float = 1.0
+
+
+class Core(Protocol):
+    """The one contract: a pure state machine. A service is a core and a shell; the simulator runs the same core."""
+
+    @property
+    def wake_ms(self) -> float | None:
+        """When the core next wants a `Tick`, or None; read after every step."""
+
+    def step(self, now_ms: float, event: Message | Event) -> list[Action]:
+        """Take one event at `now_ms` and return what is to be done about it."""

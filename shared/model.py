@@ -1,0 +1,203 @@
+"""The nouns that every service speaks: models, requests, GPUs, placements.
+
+Units stand last in every name. Times that cross a machine are relative (``waited_ms``, ``after_ms``), so
+no two machines need agree on the time of day.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every value that may travel: immutable, and a field left at its default is not sent."""
+
+
+class Objectives(Struct):
+    """Latency objectives of one request: time to first token, and mean time between tokens (Table 2)."""
+
+    ttft_ms: float
+    tbt_ms: float
+
+
+class ModelSpec(Struct):
+    """One servable model: its shape, where its weights and tokenizer are, and how it is to be served.
+
+    Args:
+        name: the name clients use, case-sensitive.
+        engine: kind of engine that serves it, ``emulated`` or ``vllm``.
+        params: number of parameters.
+        layers, hidden, heads, kv_heads, head_dim: shape of the transformer.
+        weight_bytes: bytes of weights in device memory.
+        kv_bytes_per_token: bytes of KV cache per token, all layers.
+        context_tokens: most tokens of prompt and output together.
+        tokenizer: ``standin`` or a folder with ``tokenizer.json`` and ``tokenizer_config.json``.
+        weights: folder that the engine loads; empty for an emulated model.
+        objectives: overrides the SLO class of the input length, where set.
+        keep_alive_ms: unloaded after this long without a request; None keeps it loaded.
+        tenants: who may use it; empty means everyone.
+    """
+
+    name: str
+    engine: str
+    params: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    context_tokens: int = 8192
+    tokenizer: str = "standin"
+    weights: str = ""
+    objectives: Objectives | None = None
+    keep_alive_ms: float | None = 60_000.0
+    tenants: tuple[str, ...] = ()
+
+
+def slug(name: str) -> str:
+    """Return `name` as one NATS token: lower case, every run of other characters a single ``-``.
+
+    A dot would split a subject (``Llama-3.1``). Two names with one slug are refused at registration.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+class Request(Struct):
+    """One unit of work: one choice of one client call. Owned by the gateway that took it.
+
+    Args:
+        request_id: unique for ever; a choice of ``n`` > 1 has its own.
+        attempt: 1 for the first; only the owning gateway starts another.
+        gateway: id of the owner, to whom tokens go.
+        prompt_tokens: the prompt as token ids.
+        output_tokens: tokens that earlier attempts gave the client already.
+        max_tokens: most output tokens in all, `output_tokens` included.
+        sampling: what the engine's sampler takes, by vLLM's names.
+        waited_ms: how long ago the request reached its gateway, when this message was sent.
+        traceparent: W3C trace context; empty when not traced.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str
+    model: str
+    prompt_tokens: tuple[int, ...]
+    max_tokens: int
+    objectives: Objectives
+    tenant: str = "default"
+    priority: int = 0
+    output_tokens: tuple[int, ...] = ()
+    sampling: dict[str, Any] = {}
+    waited_ms: float = 0.0
+    traceparent: str = ""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV must be computed before the next token can be sampled."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
+
+
+class RequestEnd(Struct):
+    """How a request ended on its GPU, with what it took (``energy_j`` None: no meter; the reason says so).
+
+    ``finish_reason`` is ``stop``, ``length``, or ``error`` (then `error` says why).
+    """
+
+    finish_reason: str
+    error: str = ""
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    energy_j: float | None = None
+    energy_source: str = ""
+    sm_clock_mhz: int = 0
+    sm_share_pct: int = 0
+
+
+class StairStep(Struct):
+    """From ``after_ms`` on, this much memory and SM share is expected to be free (3.3, T_avail)."""
+
+    after_ms: float
+    free_bytes: int
+    free_sm_share_pct: int
+
+
+class EngineSummary(Struct):
+    """One engine (one model on one GPU) as its local scheduler sees it.
+
+    ``state`` is ``loading``, ``ready``, ``unloading`` or ``failed``.
+    """
+
+    model: str
+    state: str
+    running: int = 0
+    queued: int = 0
+    context_tokens: int = 0
+    free_kv_bytes: int = 0
+    sm_share_pct: int = 0
+    idle_ms: float = 0.0
+    tightest_tbt_ms: float = 0.0
+    reason: str = ""
+
+
+class GpuSummary(Struct):
+    """What a GPU's local scheduler tells the others about it: on change, and once per heartbeat.
+
+    Args:
+        seq: grows with every summary of this GPU since `started_ms`; the larger pair is the newer.
+        gpu_type: row of the device table in `shared/silicon.py`.
+        engine: kind of engine it runs, ``emulated`` or ``vllm``.
+        state: ``active``, ``warm``, ``cold`` or ``draining``.
+        staircase: first step has ``after_ms`` 0; memory and SM share free from each step on.
+        admitted_through: by scheduler id, the last dispatch number this summary has counted.
+        energy_j: joules since start; None without a meter.
+    """
+
+    gpu: str
+    host: str
+    gpu_type: str
+    engine: str
+    started_ms: float
+    seq: int
+    state: str
+    sm_clock_mhz: int
+    total_bytes: int
+    free_bytes: int
+    engines: tuple[EngineSummary, ...] = ()
+    staircase: tuple[StairStep, ...] = ()
+    admitted_through: dict[str, int] = {}
+    power_w: float | None = None
+    energy_j: float | None = None
+
+
+class Instance(Struct):
+    """One copy of a model; `gpus` has one element unless the model spans several by tensor parallelism."""
+
+    model: str
+    gpus: tuple[str, ...]
+
+
+class Placement(Struct):
+    """Which models belong on which GPUs; written by the consolidator alone, versioned (3.5)."""
+
+    version: int
+    instances: tuple[Instance, ...] = ()
+    drained: tuple[str, ...] = ()
+
+
+class Plan(Struct):
+    """A standing order to one engine, in force until replaced; each finished step echoes `plan_id` (3.4).
+
+    Args:
+        held: requests that must not run; all others the engine has may.
+        chunk_tokens: most prefill tokens in one step.
+        sm_share_pct: share of the SMs the engine may use.
+    """
+
+    plan_id: int
+    held: frozenset[str] = frozenset()
+    chunk_tokens: int = 8192
+    sm_share_pct: int = 100

@@ -1,0 +1,122 @@
+"""THE map: which message travels on which subject, who writes it and who reads it; and the store's keys.
+
+``{id}`` is the recipient for commands (or the noun they are about) and the owner or recipient for events.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shared import events as ev
+from shared.model import slug
+
+
+class Reads(Enum):
+    """How a reader subscribes."""
+
+    ALL = "every id"
+    OWN = "only its own id"
+    QUEUE = "one replica of the reader, by queue group"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One row of the map."""
+
+    subject: str
+    writer: str
+    readers: dict[str, Reads]
+
+
+GATEWAY, GLOBAL, LOCAL, CONSOLIDATOR, MIGRATOR = (
+    "gateway",
+    "global_sched",
+    "local_sched",
+    "consolidator",
+    "migrator",
+)
+SERVICES = (GATEWAY, GLOBAL, LOCAL, CONSOLIDATOR, MIGRATOR)
+ALL, OWN, QUEUE = Reads.ALL, Reads.OWN, Reads.QUEUE
+
+ROUTES: dict[type[ev.Message], Route] = {
+    # requests; {id} is the reader's own id
+    ev.Dispatch: Route("festina.v1.cmd.request.any.dispatch", GATEWAY, {GLOBAL: QUEUE}),
+    ev.Submit: Route("festina.v1.cmd.gpu.{id}.submit", GLOBAL, {LOCAL: OWN}),
+    ev.Refused: Route("festina.v1.evt.scheduler.{id}.refused", LOCAL, {GLOBAL: OWN}),
+    ev.Admitted: Route("festina.v1.evt.gateway.{id}.admitted", LOCAL, {GATEWAY: OWN}),
+    ev.Deferred: Route("festina.v1.evt.gateway.{id}.deferred", GLOBAL, {GATEWAY: OWN}),
+    ev.Rejected: Route("festina.v1.evt.gateway.{id}.rejected", GLOBAL, {GATEWAY: OWN}),
+    ev.Tokens: Route("festina.v1.evt.gateway.{id}.tokens", LOCAL, {GATEWAY: OWN}),
+    ev.Ack: Route("festina.v1.cmd.gpu.{id}.ack", GATEWAY, {LOCAL: OWN}),
+    ev.Abort: Route("festina.v1.cmd.gpu.{id}.abort", GATEWAY, {LOCAL: OWN}),
+    ev.GatewayAlive: Route("festina.v1.evt.gateway.{id}.alive", GATEWAY, {LOCAL: ALL}),
+    # GPUs, models, placement; {id} is what the message is about
+    ev.SummaryChanged: Route(
+        "festina.v1.evt.gpu.{id}.changed", LOCAL, {GATEWAY: ALL, GLOBAL: ALL, CONSOLIDATOR: ALL}
+    ),
+    ev.ScaleOut: Route("festina.v1.cmd.model.{id}.scale_out", GLOBAL, {CONSOLIDATOR: ALL}),
+    ev.Load: Route("festina.v1.cmd.gpu.{id}.load", CONSOLIDATOR, {LOCAL: OWN}),
+    ev.Unload: Route("festina.v1.cmd.gpu.{id}.unload", CONSOLIDATOR, {LOCAL: OWN}),
+    ev.Drain: Route("festina.v1.cmd.gpu.{id}.drain", GATEWAY, {CONSOLIDATOR: ALL}),
+    ev.PlacementChanged: Route(
+        "festina.v1.evt.placement.current.changed",
+        CONSOLIDATOR,
+        {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
+    ),
+    ev.ModelRegistered: Route(
+        "festina.v1.evt.model.{id}.registered",
+        GATEWAY,
+        {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
+    ),
+    ev.ModelRemoved: Route(
+        "festina.v1.evt.model.{id}.removed",
+        GATEWAY,
+        {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
+    ),
+    # moves; {id} is the reader's own id: a host for a migrator, a GPU for a local scheduler
+    ev.Move: Route("festina.v1.cmd.migrator.{id}.move", CONSOLIDATOR, {MIGRATOR: OWN}),
+    ev.Reserve: Route("festina.v1.cmd.gpu.{id}.reserve", MIGRATOR, {LOCAL: OWN}),
+    ev.Granted: Route("festina.v1.evt.migrator.{id}.granted", LOCAL, {MIGRATOR: OWN}),
+    ev.Release: Route("festina.v1.cmd.gpu.{id}.release", MIGRATOR, {LOCAL: OWN}),
+    ev.Released: Route("festina.v1.evt.migrator.{id}.released", LOCAL, {MIGRATOR: OWN}),
+    ev.Adopt: Route("festina.v1.cmd.gpu.{id}.adopt", MIGRATOR, {LOCAL: OWN}),
+    ev.Adopted: Route("festina.v1.evt.migrator.{id}.adopted", LOCAL, {MIGRATOR: OWN}),
+    ev.CommitMove: Route("festina.v1.cmd.gpu.{id}.commit_move", MIGRATOR, {LOCAL: OWN}),
+    ev.AbortMove: Route("festina.v1.cmd.gpu.{id}.abort_move", MIGRATOR, {LOCAL: OWN}),
+    ev.Moved: Route("festina.v1.evt.gateway.{id}.moved", LOCAL, {GATEWAY: OWN}),
+    ev.MoveEnded: Route("festina.v1.evt.migrator.{id}.ended", MIGRATOR, {CONSOLIDATOR: ALL}),
+}
+
+
+def subject_of(message_type: type[ev.Message], to: str) -> str:
+    """Return the subject on which a message of this type reaches (or is about) `to`."""
+    return ROUTES[message_type].subject.format(id=slug(to))
+
+
+def subscriptions(service: str, own_id: str) -> list[tuple[str, str, type[ev.Message]]]:
+    """Return (subject, queue group or "", message type) for all that `service` with id `own_id` reads."""
+    found = []
+    for message_type, route in ROUTES.items():
+        reads = route.readers.get(service)
+        if reads is None:
+            continue
+        wildcard = slug(own_id) if reads is OWN else "*"
+        queue = service if reads is QUEUE else ""
+        found.append((route.subject.format(id=wildcard), queue, message_type))
+    return found
+
+
+# Keys of the store, each with its one writer.
+PLACEMENT_KEY = "festina:v1:placement"  # Placement; consolidator
+MODEL_KEYS = "festina:v1:model:"  # + slug: ModelSpec; gateway (admin)
+GPU_KEYS = "festina:v1:gpu:"  # + slug: GpuSummary, expires after 3 heartbeats; local_sched
+API_KEYS = "festina:v1:api_key:"  # + SHA-256 of the key in hex: tenant name; command line
+
+
+def model_key(name: str) -> str:
+    """Key of a model's registration."""
+    return MODEL_KEYS + slug(name)
+
+
+def gpu_key(gpu: str) -> str:
+    """Key of a GPU's summary."""
+    return GPU_KEYS + slug(gpu)

@@ -13,7 +13,7 @@ class ConfigError(FestinaError):
 
 
 class Unavailable(FestinaError):
-    """The bus, the store or an engine cannot be reached; the caller may try again, a bounded number of times."""
+    """The bus, the store or an engine cannot be reached; the caller may try again, within bounds."""
 
 
 class ActuatorRefused(FestinaError):
@@ -36,7 +36,12 @@ class InvalidRequest(FestinaError):
     """
 
     def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status

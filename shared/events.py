@@ -338,7 +338,7 @@ class Count(Action):
 
 
 class Core(Protocol):
-    """The one contract: a pure state machine. A service is a core and a shell; the simulator runs the same core."""
+    """The one contract: a pure state machine. A service is a core and a shell."""
 
     @property
     def wake_ms(self) -> float | None:

@@ -5,12 +5,17 @@ no two machines need agree on the time of day.
 """
 
 import re
-from typing import Any
+from typing import Any, dataclass_transform
 
 import msgspec
 
 
-class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
+class _FrozenMeta(msgspec.StructMeta):
+    """Tells type checkers what msgspec does at run time: subclasses of a frozen struct are frozen."""
+
+
+class Struct(msgspec.Struct, metaclass=_FrozenMeta, frozen=True, omit_defaults=True):
     """Base of every value that may travel: immutable, and a field left at its default is not sent."""
 
 

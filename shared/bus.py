@@ -1,0 +1,142 @@
+"""The bus: NATS, with publishing that never blocks a core and reconnecting that never gives up."""
+
+import asyncio
+import logging
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared.config import Common
+from shared.errors import Unavailable
+
+log = logging.getLogger("festina.bus")
+
+OUTBOX_MESSAGES = 65_536  # beyond this the oldest go; the cores send again what is not answered
+
+
+class Bus:
+    """One connection to NATS.
+
+    Messages are handed to `publish` without waiting; one task writes them in order. While the connection is
+    down they wait in the client's buffer, and beyond its size in a bounded outbox: every protocol on the bus
+    asks again for what was not answered, so a lost message costs time, never a request.
+    """
+
+    def __init__(self, on_lost: Callable[[], None], on_restored: Callable[[], None]) -> None:
+        self._client = Client()
+        self._on_lost = on_lost
+        self._on_restored = on_restored
+        self._outbox: deque[tuple[str, bytes]] = deque(maxlen=OUTBOX_MESSAGES)
+        self._wake = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up now."""
+        return self._client.is_connected
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message the server takes."""
+        return self._client.max_payload
+
+    async def connect(self, settings: Common, name: str) -> None:
+        """Connect, waiting some seconds for a server that is still starting.
+
+        Raises:
+            Unavailable: no server answers, or it refuses the credentials.
+        """
+        options: dict[str, Any] = {
+            "servers": [settings.nats_url],
+            "name": name,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.25,
+            "ping_interval": 5,
+            "max_outstanding_pings": 2,
+            "pending_size": 8 << 20,
+            "disconnected_cb": self._lost,
+            "reconnected_cb": self._restored,
+            "error_cb": self._error,
+            "user": settings.nats_user or None,
+            "password": settings.nats_password or None,
+            "token": settings.nats_token or None,
+            "user_credentials": settings.nats_credentials or None,
+        }
+        if settings.nats_ca_file:
+            options["tls"] = ssl.create_default_context(cafile=settings.nats_ca_file)
+        for attempt in range(40):
+            try:
+                await self._client.connect(**options, allow_reconnect=True, connect_timeout=2)
+                break
+            except Exception as error:  # the client raises OSError, its own errors and asyncio's
+                if attempt == 39 or "uthorization" in str(error):
+                    raise Unavailable(
+                        f"no NATS server at {settings.nats_url}: {error or type(error).__name__}; "
+                        "check FESTINA_NATS_URL and its credentials"
+                    ) from error
+                self._client = Client()
+                await asyncio.sleep(0.25)
+        self._writer = asyncio.create_task(self._write())
+
+    async def subscribe(self, subject: str, queue: str, handler: Callable[[bytes], None]) -> None:
+        """Call `handler` with the payload of each message on `subject`; with `queue`, one replica gets it."""
+
+        async def received(message: Msg) -> None:
+            handler(message.data)
+
+        await self._client.subscribe(subject, queue=queue, cb=received)
+
+    def publish(self, subject: str, payload: bytes) -> None:
+        """Queue a message for sending."""
+        self._outbox.append((subject, payload))
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Send what is queued, for a second at most, and close."""
+        if self._writer is not None:
+            deadline = asyncio.get_running_loop().time() + 1.0
+            while self._outbox and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.01)
+            self._writer.cancel()
+        if self._client.is_connected:
+            try:
+                await self._client.flush(timeout=1)
+            except (nats.errors.Error, OSError) as error:
+                log.warning("bus closed before all was sent", extra={"error": str(error)})
+        await self._client.close()
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                subject, payload = self._outbox[0]
+                try:
+                    await self._client.publish(subject, payload)
+                except nats.errors.OutboundBufferLimitError:
+                    await asyncio.sleep(0.1)  # disconnected for long; keep the rest in the outbox
+                    continue
+                except nats.errors.MaxPayloadError:
+                    log.error(
+                        "message too large for the bus", extra={"subject": subject, "bytes": len(payload)}
+                    )
+                except nats.errors.ConnectionClosedError:
+                    return
+                self._outbox.popleft()
+
+    async def _lost(self) -> None:
+        log.warning("bus lost")
+        self._on_lost()
+
+    async def _restored(self) -> None:
+        log.warning("bus restored")
+        self._on_restored()
+
+    async def _error(self, error: Exception) -> None:
+        log.warning("bus error", extra={"error": str(error) or type(error).__name__})

@@ -1,0 +1,207 @@
+"""The shell that every service runs in: decode -> core.step -> perform the actions -> publish.
+
+The core decides, the shell does. Actions that are common to all services (publish, store, span, count) are
+performed here; each service's ``main.py`` adds performers for its own.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from shared import events as ev
+from shared.bus import Bus
+from shared.clock import now_ms
+from shared.config import Common
+from shared.errors import FestinaError
+from shared.metrics import Metrics
+from shared.model import GpuSummary, ModelSpec, Placement
+from shared.store import Store
+from shared.subjects import GPU_KEYS, MODEL_KEYS, PLACEMENT_KEY, ROUTES, subject_of, subscriptions
+from shared.tracing import Tracing
+
+log = logging.getLogger("festina")
+
+Performer = Callable[[Any], None]
+
+
+class Shell:
+    """One service: its connections, and the loop that feeds its core.
+
+    Args:
+        service: name of the service, as in `shared/subjects.py`.
+        ident: id of this replica, GPU or host; its own subjects carry it.
+    """
+
+    def __init__(self, service: str, ident: str, settings: Common) -> None:
+        self.service = service
+        self.ident = ident
+        self.settings = settings
+        self.bus = Bus(lambda: self._heard(ev.BusLost()), lambda: self._heard(ev.BusRestored()))
+        self.store = Store(settings)
+        self.metrics = Metrics(service, ident)
+        self.tracing = Tracing(settings, service, ident)
+        self.stopping = asyncio.Event()
+        self.failed = False
+        self._core: ev.Core | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._performers: dict[type, Performer] = {
+            ev.Send: self._send,
+            ev.Put: lambda a: self.store.put(a.key, a.value, a.ttl_ms),
+            ev.Delete: lambda a: self.store.delete(a.key),
+            ev.Span: self.tracing.export,
+            ev.Count: lambda a: self.metrics.count(a.name, a.labels, a.value),
+        }
+
+    async def open(self) -> None:
+        """Connect to bus and store, and show metrics.
+
+        Raises:
+            Unavailable: one of them does not answer.
+        """
+        await self.bus.connect(self.settings, f"{self.service}/{self.ident}")
+        await self.store.connect()
+        if self.settings.metrics_port >= 0:
+            port = self.metrics.serve(self.settings.metrics_host, self.settings.metrics_port)
+            log.info("metrics", extra={"port": port})
+
+    async def start(self, core: ev.Core, performers: Mapping[type, Performer]) -> None:
+        """Give the core its subscriptions; from here on it hears messages and is woken when it asks."""
+        self._core = core
+        self._performers.update(performers)
+        for subject, queue, message_type in subscriptions(self.service, self.ident):
+            await self.bus.subscribe(subject, queue, self._receiver(message_type))
+        self.feed(ev.Tick())
+        log.info("started", extra={"service": self.service, "id": self.ident})
+
+    async def restore(self) -> None:
+        """Tell the core what the store knows, as the messages it would have heard had it been here."""
+        for model in await self.store.read_all(MODEL_KEYS, ModelSpec):
+            self._retell(ev.ModelRegistered(model=model))
+        placement = await self.store.read(PLACEMENT_KEY, Placement)
+        if placement is not None:
+            self._retell(ev.PlacementChanged(placement=placement))
+        for summary in await self.store.read_all(GPU_KEYS, GpuSummary):
+            self._retell(ev.SummaryChanged(summary=summary))
+
+    def _retell(self, message: ev.Message) -> None:
+        if self.service in ROUTES[type(message)].readers:
+            self.feed(message)
+
+    def feed(self, event: ev.Message | ev.Event) -> None:
+        """Let the core take one event, and do what it says."""
+        assert self._core is not None, "start() comes before feed()"
+        for action in self._core.step(now_ms(), event):
+            self._performers[type(action)](action)
+        self._arm()
+
+    async def close(self) -> None:
+        """Leave: everything queued goes out first."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.bus.close()
+        await self.store.close()
+        self.metrics.close()
+        await asyncio.to_thread(self.tracing.close)
+        log.info("stopped", extra={"service": self.service, "id": self.ident})
+
+    def _receiver(self, message_type: type[ev.Message]) -> Callable[[bytes], None]:
+        decoder = msgspec.msgpack.Decoder(message_type)
+
+        def receive(payload: bytes) -> None:
+            try:
+                message = decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                # a newer or broken peer; one bad message must not take the service down
+                log.error("undecodable message", extra={"type": message_type.__name__, "error": str(error)})
+                self.metrics.count("undecodable_messages", {"type": message_type.__name__})
+                return
+            self._heard(message)
+
+        return receive
+
+    def _heard(self, event: ev.Message | ev.Event) -> None:
+        """Feed the core from a callback. A broken invariant ends the process; its state is rebuilt."""
+        if self._core is None:
+            return
+        try:
+            self.feed(event)
+        except Exception:
+            log.exception("core broke", extra={"event": repr(event)[:2000]})
+            self.failed = True
+            self.stopping.set()
+
+    def _send(self, action: ev.Send) -> None:
+        self.bus.publish(subject_of(type(action.message), action.to), self._encoder.encode(action.message))
+
+    def _arm(self) -> None:
+        assert self._core is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_ms = self._core.wake_ms
+        if wake_ms is not None:
+            delay_s = max(0.0, (wake_ms - now_ms()) / 1000.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._heard, ev.Tick())
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update({k: v for k, v in record.__dict__.items() if k not in self._STANDARD})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def run_service(settings: Common, main: Callable[[asyncio.Event], Awaitable[bool]]) -> None:
+    """Run a service's coroutine until SIGTERM or SIGINT; exit 1 with one line on an error made on purpose.
+
+    Args:
+        settings: for the log level.
+        main: takes the event that is set when the service is told to stop; returns whether all went well.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
+
+    async def supervised() -> bool:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        return await main(stop)
+
+    try:
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            well = runner.run(supervised())
+    except FestinaError as error:
+        log.error(str(error))
+        sys.exit(1)
+    sys.exit(0 if well else 1)
+
+
+async def wait_for_stop(shell: Shell, stop: asyncio.Event) -> bool:
+    """Wait until the service is told to stop, or its core breaks; returns True for the former."""
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(shell.stopping.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+    return not shell.failed

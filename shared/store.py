@@ -1,0 +1,142 @@
+"""The store: a Redis-protocol server holding what must outlive a process. One writer per key.
+
+Writes are queued by key, the newest value of a key replacing an older one that is still waiting, so that a
+store that is away neither blocks a core nor grows a queue; they reach it in the end.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from shared.config import Common
+from shared.errors import Unavailable
+
+log = logging.getLogger("festina.store")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Store:
+    """One connection pool to the store."""
+
+    def __init__(self, settings: Common) -> None:
+        tls: dict[str, Any] = {"ssl_ca_certs": settings.redis_ca_file} if settings.redis_ca_file else {}
+        self._url = settings.redis_url
+        self._redis = redis.from_url(
+            settings.redis_url, socket_timeout=2.0, socket_connect_timeout=2.0, protocol=2, **tls
+        )
+        self._waiting: dict[str, tuple[bytes | None, float]] = {}
+        self._wake = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+
+    async def connect(self) -> None:
+        """Make sure the store answers, waiting some seconds for one that is still starting.
+
+        Raises:
+            Unavailable: it does not.
+        """
+        for attempt in range(40):
+            try:
+                await self._redis.ping()
+                break
+            except (RedisError, OSError) as error:
+                if attempt == 39 or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                    where = self._url.rpartition("@")[2]  # never show a password
+                    raise Unavailable(f"no store at {where}: {error}; check FESTINA_REDIS_URL") from error
+                await asyncio.sleep(0.25)
+        self._writer = asyncio.create_task(self._write())
+
+    async def answers(self) -> bool:
+        """Say whether the store answers now."""
+        try:
+            return bool(await self._redis.ping())
+        except (RedisError, OSError):
+            return False
+
+    async def read(self, key: str, value_type: type[T]) -> T | None:
+        """Return the value under `key`, None if there is none."""
+        data = await self._redis.get(key)
+        return None if data is None else msgspec.msgpack.decode(_bytes(data), type=value_type)
+
+    async def read_all(self, prefix: str, value_type: type[T]) -> list[T]:
+        """Return all values whose key starts with `prefix`, in the order of their keys."""
+        keys = sorted([key async for key in self._keys(prefix)])
+        values = await self._redis.mget(keys) if keys else []
+        return [msgspec.msgpack.decode(_bytes(v), type=value_type) for v in values if v is not None]
+
+    async def read_texts(self, prefix: str) -> dict[str, str]:
+        """Return key (without `prefix`) -> text of all plain strings under `prefix`."""
+        keys = sorted([key async for key in self._keys(prefix)])
+        values = await self._redis.mget(keys) if keys else []
+        found = zip(keys, values, strict=True)
+        return {k.decode()[len(prefix) :]: _bytes(v).decode() for k, v in found if v is not None}
+
+    async def write_text(self, key: str, text: str) -> None:
+        """Write a plain string at once."""
+        await self._redis.set(key, text)
+
+    async def delete_now(self, key: str) -> bool:
+        """Delete a key at once; say whether it was there."""
+        return bool(await self._redis.delete(key))
+
+    def put(self, key: str, value: msgspec.Struct, ttl_ms: float = 0.0) -> None:
+        """Queue a write."""
+        self._waiting[key] = (msgspec.msgpack.encode(value), ttl_ms)
+        self._wake.set()
+
+    def delete(self, key: str) -> None:
+        """Queue a removal."""
+        self._waiting[key] = (None, 0.0)
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Write what is queued, for a second at most, and close."""
+        deadline = asyncio.get_running_loop().time() + 1.0
+        while self._waiting and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        if self._writer is not None:
+            self._writer.cancel()
+        await self._redis.aclose()
+
+    def _keys(self, prefix: str) -> AsyncIterator[bytes]:
+        return self._redis.scan_iter(match=prefix + "*", count=1000)
+
+    async def _write(self) -> None:
+        away = False
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            for key, entry in list(self._waiting.items()):
+                try:
+                    await self._write_one(key, *entry)
+                except (RedisError, OSError) as error:
+                    if not away:
+                        log.warning("store away", extra={"error": str(error)})
+                    away = True
+                    self._wake.set()
+                    await asyncio.sleep(0.5)
+                    break
+                if away:
+                    log.warning("store back")
+                away = False
+                if self._waiting.get(key) is entry:
+                    del self._waiting[key]
+                else:
+                    self._wake.set()
+
+    async def _write_one(self, key: str, data: bytes | None, ttl_ms: float) -> None:
+        if data is None:
+            await self._redis.delete(key)
+        else:
+            await self._redis.set(key, data, px=int(ttl_ms) or None)
+
+
+def _bytes(value: bytes | str) -> bytes:
+    """The client's types allow text; without `decode_responses` it gives bytes."""
+    assert isinstance(value, bytes)
+    return value

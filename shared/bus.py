@@ -17,6 +17,7 @@ from shared.errors import Unavailable
 
 log = logging.getLogger("festina.bus")
 
+CONNECT_WITHIN_S = 10.0  # for a server that starts with us
 OUTBOX_MESSAGES = 65_536  # beyond this the oldest go; the cores send again what is not answered
 
 
@@ -35,6 +36,7 @@ class Bus:
         self._outbox: deque[tuple[str, bytes]] = deque(maxlen=OUTBOX_MESSAGES)
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
+        self._last_error = ""
 
     @property
     def connected(self) -> bool:
@@ -70,18 +72,14 @@ class Bus:
         }
         if settings.nats_ca_file:
             options["tls"] = ssl.create_default_context(cafile=settings.nats_ca_file)
-        for attempt in range(40):
-            try:
-                await self._client.connect(**options, allow_reconnect=True, connect_timeout=2)
-                break
-            except Exception as error:  # the client raises OSError, its own errors and asyncio's
-                if attempt == 39 or "uthorization" in str(error):
-                    raise Unavailable(
-                        f"no NATS server at {settings.nats_url}: {error or type(error).__name__}; "
-                        "check FESTINA_NATS_URL and its credentials"
-                    ) from error
-                self._client = Client()
-                await asyncio.sleep(0.25)
+        try:
+            # the client itself tries again and again, at first as later
+            await asyncio.wait_for(self._client.connect(**options), CONNECT_WITHIN_S)
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            raise Unavailable(
+                f"no NATS server at {settings.nats_url}: {self._last_error or error}; "
+                "check FESTINA_NATS_URL and its credentials"
+            ) from error
         self._writer = asyncio.create_task(self._write())
 
     async def subscribe(self, subject: str, queue: str, handler: Callable[[bytes], None]) -> None:
@@ -139,4 +137,5 @@ class Bus:
         self._on_restored()
 
     async def _error(self, error: Exception) -> None:
-        log.warning("bus error", extra={"error": str(error) or type(error).__name__})
+        self._last_error = str(error) or type(error).__name__
+        log.warning("bus error", extra={"error": self._last_error})

@@ -22,6 +22,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     """What every service needs: bus, store, tracing, metrics, logs.
 
     Args:
+        id: id of this replica, GPU or host on the bus; made from the host's name and process id when empty.
         nats_url: address of the bus; ``tls://`` turns TLS on.
         nats_user, nats_password, nats_token, nats_credentials: what the bus asks for; the last is a file.
         nats_ca_file: certificate authority of the bus, when it is not a public one.
@@ -34,6 +35,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
         drain_s: how long a service that is told to stop may take to end its work.
     """
 
+    id: str = ""
     nats_url: str = "nats://127.0.0.1:4222"
     nats_user: str = ""
     nats_password: str = ""

@@ -37,12 +37,16 @@ class Submit(Message):
 
 
 class Refused(Message):
-    """A GPU will not take an attempt; the scheduler that sent it tries the next one."""
+    """A GPU will not take an attempt; the scheduler that sent it tries the next one.
+
+    `full`: it serves the model but its queue is full; otherwise it does not serve the request at all.
+    """
 
     request_id: str
     attempt: int
     gpu: str
     reason: str
+    full: bool = False
 
 
 class Admitted(Message):
@@ -185,7 +189,10 @@ class ModelRemoved(Message):
 
 
 class Move(Message):
-    """Consolidator wants a waiting request moved from one GPU to another (3.5, F)."""
+    """Consolidator wants a waiting request moved from one GPU to another (3.5, F).
+
+    `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out.
+    """
 
     move_id: str
     request_id: str
@@ -213,11 +220,15 @@ class Granted(Message):
 
 
 class Release(Message):
-    """Migrator asks the source to hold a waiting request still and hand out its state."""
+    """Migrator asks the source to hold a waiting request still and hand out its state.
+
+    `request_id` ``*`` means any waiting request of `model` that is not held already.
+    """
 
     move_id: str
     request_id: str
     migrator: str
+    model: str = ""
 
 
 class Released(Message):
@@ -229,22 +240,27 @@ class Released(Message):
 
 
 class Adopt(Message):
-    """Migrator gives the destination the request's state, to be held until commit."""
+    """Migrator gives the destination the state of a request of GPU `source`, to be held until commit."""
 
     move_id: str
     request: Request
     predicted_output_tokens: int
     migrator: str
+    source: str = ""
 
 
 class Adopted(Message):
-    """The destination holds the request's state and can start it."""
+    """The destination holds the request's state and can start it; `started`: it has, after `CommitMove`."""
 
     move_id: str
+    started: bool = False
 
 
 class CommitMove(Message):
-    """The destination may start the request, the source must forget it."""
+    """The destination may start the request, and then says so by `Adopted`; the source must forget it.
+
+    The source hears it only after that: were the destination's lost, no one would have the request.
+    """
 
     move_id: str
 

@@ -7,7 +7,9 @@ performed here; each service's ``main.py`` adds performers for its own.
 import asyncio
 import json
 import logging
+import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -40,12 +42,12 @@ class Shell:
 
     def __init__(self, service: str, ident: str, settings: Common) -> None:
         self.service = service
-        self.ident = ident
+        self.ident = ident or f"{socket.gethostname()}-{os.getpid()}"
         self.settings = settings
-        self.bus = Bus(lambda: self._heard(ev.BusLost()), lambda: self._heard(ev.BusRestored()))
+        self.bus = Bus(lambda: self.heard(ev.BusLost()), lambda: self.heard(ev.BusRestored()))
         self.store = Store(settings)
-        self.metrics = Metrics(service, ident)
-        self.tracing = Tracing(settings, service, ident)
+        self.metrics = Metrics(service, self.ident)
+        self.tracing = Tracing(settings, service, self.ident)
         self.stopping = asyncio.Event()
         self.failed = False
         self._core: ev.Core | None = None
@@ -122,11 +124,11 @@ class Shell:
                 log.error("undecodable message", extra={"type": message_type.__name__, "error": str(error)})
                 self.metrics.count("undecodable_messages", {"type": message_type.__name__})
                 return
-            self._heard(message)
+            self.heard(message)
 
         return receive
 
-    def _heard(self, event: ev.Message | ev.Event) -> None:
+    def heard(self, event: ev.Message | ev.Event) -> None:
         """Feed the core from a callback. A broken invariant ends the process; its state is rebuilt."""
         if self._core is None:
             return
@@ -148,7 +150,7 @@ class Shell:
         wake_ms = self._core.wake_ms
         if wake_ms is not None:
             delay_s = max(0.0, (wake_ms - now_ms()) / 1000.0)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._heard, ev.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.heard, ev.Tick())
 
 
 class _JsonLines(logging.Formatter):

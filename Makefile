@@ -1,0 +1,39 @@
+# The doors. A fresh clone needs only make and Python 3.11 to 3.13.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.festina-installed
+UP_FLAGS := $(if $(EMULATED),--emulated)
+
+.PHONY: help setup setup-vllm up test lint bench clean
+
+help:  ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv and install Festina with its development tools
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, this is {v[0]}.{v[1]}; set PYTHON=")'
+	@echo "making $(VENV) (about half a minute)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+setup-vllm: setup  ## make .venv-vllm, the environment of the CPU engine, and convert its model
+	@$(BIN)/python -m services.local_sched.vllm_env --env .venv-vllm --models .festina/models \
+		|| test $$? -eq 3
+
+up: setup  ## start a pool here: 4 emulated H100, and vLLM on CPU (EMULATED=1 leaves that out)
+	@$(BIN)/festina up $(UP_FLAGS)
+
+test: setup setup-vllm  ## all tests
+	$(BIN)/python -m pytest
+
+lint: setup  ## ruff, mypy, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_import_rules.py
+
+clean:  ## remove what was built
+	rm -rf $(VENV) .venv-vllm .festina build

@@ -1,0 +1,196 @@
+"""`festina`: the command line."""
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shared.errors import FestinaError
+
+app = typer.Typer(
+    name="festina",
+    help="Serve many LLMs on few shared GPUs for the least energy that still meets latency objectives.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+models_app = typer.Typer(help="The models that the pool serves.", no_args_is_help=True)
+gpus_app = typer.Typer(help="The GPUs of the pool.", no_args_is_help=True)
+keys_app = typer.Typer(help="API keys, each naming a tenant; without any the API is open.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+app.add_typer(gpus_app, name="gpus")
+app.add_typer(keys_app, name="keys")
+
+Url = Annotated[str, typer.Option(envvar="FESTINA_URL", help="Address of a gateway.")]
+AdminKey = Annotated[str, typer.Option(envvar="FESTINA_ADMIN_KEY", help="Key of the tenant `admin`, if keys are used.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+DEFAULT_URL = f"http://127.0.0.1:{os.environ.get('FESTINA_PORT', '8000')}"
+
+console = Console()
+errors = Console(stderr=True)
+
+
+@app.command()
+def up(
+    port: Annotated[int, typer.Option(envvar="FESTINA_PORT", help="Port of the REST API on 127.0.0.1.")] = 8000,
+    emulated: Annotated[bool, typer.Option(help="Leave out the CPU host with its real vLLM engine.")] = False,
+    gpus: Annotated[int, typer.Option(min=0, max=64, help="Emulated H100 GPUs.")] = 4,
+    models: Annotated[int, typer.Option(min=0, max=43, help="Models of the catalog to serve on them.")] = 16,
+    state_dir: Annotated[
+        str, typer.Option(envvar="FESTINA_STATE_DIR", help="Where logs, store and models are kept.")
+    ] = ".festina",
+    vllm_env: Annotated[
+        str, typer.Option(envvar="FESTINA_VLLM_ENV", help="Virtual environment of the vLLM engine.")
+    ] = ".venv-vllm",
+) -> None:
+    """Start a whole pool on this machine, and stop it on Ctrl-C.
+
+    The emulated GPUs make up tokens; their times, watts and memory follow a calibrated model of the H100. The
+    CPU host answers with a real vLLM engine and SmolLM2-135M-Instruct.
+    """
+    from services.pool import PoolSettings
+    from services.up import Up
+
+    settings = PoolSettings(
+        port=port, emulated=emulated, gpus=gpus, models=models, state_dir=state_dir, vllm_env=vllm_env
+    )
+    asyncio.run(Up(settings, Console()).run())
+
+
+@models_app.command("list")
+def models_list(url: Url = DEFAULT_URL, key: AdminKey = "", as_json: Json = False) -> None:
+    """List the models: engine, size, objectives, and whether they are loaded."""
+    found = _call("GET", url, "/admin/models", key)["models"]
+    if as_json:
+        _print_json(found)
+        return
+    table = Table("model", "engine", "weights GB", "context", "keep-alive s", "state", "GPUs")
+    for m in found:
+        keep_alive = m.get("keep_alive_ms", 60_000.0)
+        table.add_row(
+            m["name"],
+            m["engine"],
+            f"{m['weight_bytes'] / 1e9:.1f}",
+            str(m.get("context_tokens", 8192)),
+            "always" if keep_alive is None else f"{keep_alive / 1000:.0f}",
+            m["state"],
+            ", ".join(m["gpus"]),
+        )
+    console.print(table)
+
+
+@models_app.command("add")
+def models_add(file: Path, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
+    """Register the model that a JSON FILE describes (fields as `festina models list --json` shows them)."""
+    try:
+        body = file.read_bytes()
+    except OSError as error:
+        raise FestinaError(f"{file} cannot be read: {error.strerror}") from None
+    _call("POST", url, "/admin/models", key, body)
+    console.print(f"registered {msgspec.json.decode(body).get('name')}")
+
+
+@models_app.command("remove")
+def models_remove(name: str, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
+    """Remove a model: no new requests; it is unloaded when its last one has ended."""
+    _call("DELETE", url, f"/admin/models/{name}", key)
+    console.print(f"removed {name}")
+
+
+@gpus_app.command("list")
+def gpus_list(url: Url = DEFAULT_URL, key: AdminKey = "", as_json: Json = False) -> None:
+    """List the GPUs: clock, watts, memory, resident models and their queues."""
+    found = _call("GET", url, "/admin/gpus", key)["gpus"]
+    if as_json:
+        _print_json(found)
+        return
+    table = Table("GPU", "type", "state", "clock MHz", "watts", "free GB", "models (running/queued)")
+    for gpu in found:
+        engines = [f"{e['model']} ({e['running']}/{e['queued']}) {e['state']}" for e in gpu["engines"]]
+        watts = "no meter" if gpu["power_w"] is None else f"{gpu['power_w']:.0f}"
+        table.add_row(
+            gpu["gpu"],
+            gpu["gpu_type"],
+            gpu["state"],
+            str(gpu["sm_clock_mhz"] or "-"),
+            watts,
+            f"{gpu['free_bytes'] / 1e9:.1f}",
+            "\n".join(engines) or "-",
+        )
+    console.print(table)
+
+
+@gpus_app.command("drain")
+def gpus_drain(gpu: str, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
+    """Let a GPU take no new work; what waits there moves away, what runs ends."""
+    _call("POST", url, f"/admin/gpus/{gpu}/drain", key)
+    console.print(f"draining {gpu}")
+
+
+@gpus_app.command("undrain")
+def gpus_undrain(gpu: str, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
+    """Let a drained GPU take work again."""
+    _call("POST", url, f"/admin/gpus/{gpu}/undrain", key)
+    console.print(f"{gpu} takes work again")
+
+
+@keys_app.command("add")
+def keys_add(tenant: str) -> None:
+    """Make an API key for TENANT in the store (FESTINA_REDIS_URL) and print it, this once."""
+    from shared.config import Common, load
+    from shared.store import Store
+    from shared.subjects import API_KEYS
+
+    key = "fst-" + secrets.token_urlsafe(32)
+
+    async def write() -> None:
+        store = Store(load(Common))
+        await store.connect()
+        await store.write_text(API_KEYS + hashlib.sha256(key.encode()).hexdigest(), tenant)
+        await store.close()
+
+    asyncio.run(write())
+    console.print(key)
+
+
+def _call(method: str, url: str, path: str, key: str, body: bytes | None = None) -> Mapping[str, Any]:
+    """Send one admin request; an error of the gateway or of the network becomes one line."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, url + path, headers=headers, content=body, timeout=10.0, trust_env=False)
+    except httpx.HTTPError as error:
+        raise FestinaError(f"no gateway answers at {url}: {error}; start one with `festina up`") from None
+    try:
+        content = answer.json()
+    except json.JSONDecodeError:
+        raise FestinaError(f"{url}{path} answered {answer.status_code} and no JSON") from None
+    if answer.status_code >= 400:
+        raise FestinaError(content.get("error", {}).get("message", answer.text))
+    return dict(content)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    """Run the command line; an error made on purpose is one line on stderr and status 1."""
+    try:
+        app()
+    except FestinaError as error:
+        errors.print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What the consolidator knows: models, GPUs by their summaries, and the instances that are to be."""
+
+from collections.abc import Iterable
+
+from services.consolidator.place import Room, need_bytes, usable_bytes
+from services.consolidator.settings import ConsolidatorSettings
+from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec
+
+
+class Cluster:
+    """Desired and actual state, and the questions that planning and ordering ask of both.
+
+    `models` are registered; `removed` are not any more, but still loaded somewhere.
+    """
+
+    def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
+        self._set = settings
+        self.models = {model.name: model for model in models}
+        self.removed: dict[str, ModelSpec] = {}
+        self.summaries: dict[str, GpuSummary] = {}
+        self.drained: set[str] = set()
+        self._by_model: dict[str, list[Instance]] = {}
+        self._by_gpu: dict[str, list[Instance]] = {}
+
+    # ---- desired: instances
+
+    def instances(self) -> tuple[Instance, ...]:
+        """Return all instances, ordered by model and GPU."""
+        return tuple(
+            instance
+            for name in sorted(self._by_model)
+            for instance in sorted(self._by_model[name], key=lambda i: i.gpus)
+        )
+
+    def replace(self, instances: Iterable[Instance]) -> None:
+        """Forget all instances and take these."""
+        self._by_model.clear()
+        self._by_gpu.clear()
+        for instance in instances:
+            self.add(instance)
+
+    def add(self, instance: Instance) -> None:
+        """Add an instance."""
+        self._by_model.setdefault(instance.model, []).append(instance)
+        for gpu in instance.gpus:
+            self._by_gpu.setdefault(gpu, []).append(instance)
+
+    def remove(self, instance: Instance) -> None:
+        """Remove an instance that is there."""
+        lists = [(self._by_model, instance.model)] + [(self._by_gpu, gpu) for gpu in instance.gpus]
+        for index, key in lists:
+            index[key].remove(instance)
+            if not index[key]:
+                del index[key]
+
+    def of_model(self, model: str) -> list[Instance]:
+        """Return a model's instances."""
+        return list(self._by_model.get(model, ()))
+
+    def on_gpu(self, gpu: str) -> list[Instance]:
+        """Return the instances that use a GPU."""
+        return list(self._by_gpu.get(gpu, ()))
+
+    def placed_on(self, gpu: str) -> list[str]:
+        """Return the models that are to be on a GPU, the longest placed first."""
+        return [instance.model for instance in self._by_gpu.get(gpu, ())]
+
+    def gpus(self) -> list[str]:
+        """Return every GPU that is known or used by an instance, by name."""
+        return sorted(self.summaries.keys() | self._by_gpu.keys())
+
+    def working_gpus(self) -> list[str]:
+        """Return the known GPUs that take work, by name."""
+        return sorted(self.summaries.keys() - self.drained)
+
+    # ---- actual: engines
+
+    def engine(self, gpu: str, model: str) -> EngineSummary | None:
+        """Return a model's engine on a GPU as last heard of, or None."""
+        summary = self.summaries.get(gpu)
+        return next((e for e in summary.engines if e.model == model), None) if summary else None
+
+    def healthy(self, model: str) -> list[str]:
+        """Return the GPUs that are to have a model and have not failed to; one not heard of yet counts."""
+        placed = [gpu for i in self._by_model.get(model, ()) for gpu in i.gpus if gpu not in self.drained]
+        engines = ((gpu, self.engine(gpu, model)) for gpu in placed)
+        return [gpu for gpu, engine in engines if engine is None or engine.state != "failed"]
+
+    # ---- memory
+
+    def need_bytes(self, model: str) -> int:
+        """Return the bytes a model takes on a GPU; one never heard of counts as none."""
+        spec = self.models.get(model) or self.removed.get(model)
+        return need_bytes(spec, self._set.min_kv_bytes) if spec else 0
+
+    def free_bytes(self, gpu: str, models: Iterable[str]) -> int:
+        """Return what placement may still use of a GPU that holds `models`; negative if that is too much."""
+        usable = usable_bytes(self.summaries[gpu].total_bytes, self._set.safety_margin)
+        return usable - sum(self.need_bytes(model) for model in models)
+
+    def loaded_on(self, gpu: str) -> set[str]:
+        """Return the models that hold memory on a GPU now."""
+        return {engine.model for engine in self.summaries[gpu].engines if engine.state != "failed"}
+
+    def rooms(self, without: str = "") -> list[Room]:
+        """Return the room on each working GPU without `without`. Models on their way out still fill it."""
+        rooms = []
+        for gpu in self.working_gpus():
+            there = self.loaded_on(gpu).union(self.placed_on(gpu))
+            if without not in there:
+                free_bytes = self.free_bytes(gpu, sorted(there))
+                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes))
+        return rooms

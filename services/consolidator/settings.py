@@ -1,0 +1,48 @@
+"""Every number of the consolidator that can be chosen."""
+
+from shared.errors import ConfigError
+from shared.model import Struct
+
+
+class ConsolidatorSettings(Struct):
+    """Settings of the consolidator. Raises ConfigError for a value that makes no sense.
+
+    Args:
+        settle_ms: after the start, time for the GPUs' summaries to arrive before anything is decided.
+        tick_ms: period of the comparison of placement and reality.
+        safety_margin: share of a GPU's memory that placement leaves free (3.5.2: 5 %).
+        min_kv_bytes: KV memory that each placed model must at least find.
+        gpu_gone_ms: a GPU without a summary for this long is gone (three heartbeats).
+        order_retry_ms: an order without visible effect is repeated after this long.
+        load_backoff_ms: wait before the second load after a failed one; doubles with each failure.
+        load_backoff_max_ms: longest such wait.
+        evict_idle_ms: a model must have been idle this long to make room for another. It protects one just
+            loaded until the requests that wait for it arrive.
+        wanted_ms: time for which a request for a model is remembered while no GPU has room for it.
+        scale_out_dwell_ms: least time between two further instances of one model.
+        move_timeout_ms: a migrator silent for this long about a move has lost it.
+        unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
+    """
+
+    settle_ms: float = 1_500.0
+    tick_ms: float = 500.0
+    safety_margin: float = 0.05
+    min_kv_bytes: int = 1 << 30
+    gpu_gone_ms: float = 3_000.0
+    order_retry_ms: float = 1_000.0
+    load_backoff_ms: float = 1_000.0
+    load_backoff_max_ms: float = 60_000.0
+    evict_idle_ms: float = 500.0
+    wanted_ms: float = 10_000.0
+    scale_out_dwell_ms: float = 5_000.0
+    move_timeout_ms: float = 30_000.0
+    unknown_idle_ms: float = 60_000.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.safety_margin < 1.0:
+            raise ConfigError(f"safety_margin is a fraction below 1, not {self.safety_margin}")
+        if self.min_kv_bytes < 0:
+            raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
+        for name in self.__struct_fields__:
+            if name.endswith("_ms") and getattr(self, name) <= 0.0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")

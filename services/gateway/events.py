@@ -1,0 +1,63 @@
+"""What the gateway's core hears from its own API, and what it tells it."""
+
+from shared.events import Action, Event
+from shared.model import ModelSpec, Request, RequestEnd
+
+STOPPED = "stop"  # reason of a `ClientGone` that a stop string caused: an end as good as any
+
+
+class Arrived(Event):
+    """The API has accepted a request; its attempt is 1."""
+
+    request: Request
+
+
+class ClientGone(Event):
+    """The client has left, or has all it wants (a stop string): nobody reads the request any more."""
+
+    request_id: str
+    reason: str
+
+
+class AddModel(Event):
+    """Admin adds a model, checked for conflicts already."""
+
+    model: ModelSpec
+
+
+class RemoveModel(Event):
+    """Admin removes a model."""
+
+    name: str
+
+
+class DrainGpu(Event):
+    """Admin wants a GPU to take no new work (`on`), or to take work again."""
+
+    gpu: str
+    on: bool
+
+
+class Deliver(Action):
+    """The next output tokens for the client, in order and without gaps; `end` with the last.
+
+    `ttft_ms` counts from the request's arrival, `mean_tbt_ms` is the mean gap after the first token so far.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    end: RequestEnd | None
+    gpu: str
+    attempt: int
+    ttft_ms: float
+    mean_tbt_ms: float
+
+
+class Fail(Action):
+    """The request has failed; in HTTP's terms."""
+
+    request_id: str
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None

@@ -1,0 +1,207 @@
+"""What one global scheduler knows of the GPUs: their newest summaries, less its own dispatches since (3.3).
+
+The paper polls every local scheduler per request; here summaries arrive by themselves and a request only
+looks them up. Between two summaries the scheduler's own reservations keep a burst from piling up on one GPU.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from shared.lut import Lut, build
+from shared.model import EngineSummary, GpuSummary, ModelSpec, StairStep
+from shared.silicon import device_for
+
+
+@lru_cache(maxsize=4096)
+def lut_for(gpu_type: str, model: ModelSpec) -> Lut:
+    """Return the look-up table of a model on a GPU type (3.2.1), built once.
+
+    Raises ConfigError for a type that is not known.
+    """
+    return build(device_for(gpu_type), model)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """One dispatch that the GPU's summaries do not count yet: its memory, and its prefill's time."""
+
+    model: str
+    kv_bytes: int
+    prefill_ms: float
+    sent_ms: float
+
+
+@dataclass(slots=True)
+class GpuView:
+    """One GPU: the newest summary, when it came, and the reservations on top of it.
+
+    Another `started_ms` in the summary is another process, with nothing of what was sent to the one before.
+    """
+
+    summary: GpuSummary
+    heard_ms: float
+    engines: dict[str, EngineSummary] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reserved_requests: Counter[str] = field(default_factory=Counter)  # by model
+    reserved_bytes: int = 0
+    reserved_prefill_ms: float = 0.0
+    last_seq: int = 0
+
+    @property
+    def gpu(self) -> str:
+        """Id of the GPU."""
+        return self.summary.gpu
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory free now, in bytes."""
+        return self.summary.free_bytes - self.reserved_bytes
+
+    def queued(self, model: str) -> int:
+        """Requests that wait for a model's engine, dispatches not yet in its summary included."""
+        return self.engines[model].queued + self.reserved_requests[model]
+
+    def available(self, model: str, kv_bytes: int, now_ms: float) -> tuple[float, int]:
+        """Return (T_avail in ms from now, SM share in percent that the model's engine can use then).
+
+        T_avail is when `kv_bytes` are expected to be free; infinite if the staircase never frees them. Where
+        no SM share is free at that moment, it is the next moment at which there is.
+        """
+        engine = self.engines[model]
+        # A request joins its model's engine: it uses the share that this holds besides what is free.
+        own_share = engine.sm_share_pct if engine.running else 0
+        # An engine with a pool of its own has other room than the device: what it has now, and what is freed.
+        offset_bytes = engine.free_kv_bytes - self.summary.free_bytes
+        age_ms = now_ms - self.heard_ms
+        for step in self._staircase():
+            free_bytes = step.free_bytes + offset_bytes
+            share_pct = min(100, step.free_sm_share_pct + own_share)
+            if free_bytes - self.reserved_bytes >= kv_bytes and share_pct > 0:
+                return max(0.0, step.after_ms - age_ms), share_pct
+        return float("inf"), 0
+
+    def running_beside(self, model: str) -> Iterator[EngineSummary]:
+        """Yield the other models' engines that have something running."""
+        return (e for e in self.engines.values() if e.running and e.model != model)
+
+    def _staircase(self) -> tuple[StairStep, ...]:
+        if self.summary.staircase:
+            return self.summary.staircase
+        used_pct = sum(e.sm_share_pct for e in self.engines.values() if e.running)
+        free_pct = max(0, 100 - used_pct)
+        return (StairStep(after_ms=0.0, free_bytes=self.summary.free_bytes, free_sm_share_pct=free_pct),)
+
+    def drop(self, seqs: list[int]) -> None:
+        """Stop counting these dispatches."""
+        for seq in seqs:
+            gone = self.reservations.pop(seq)
+            self.reserved_requests[gone.model] -= 1
+            self.reserved_bytes -= gone.kv_bytes
+            self.reserved_prefill_ms -= gone.prefill_ms
+        if not self.reservations:
+            self.reserved_requests.clear()
+            self.reserved_prefill_ms = 0.0  # no rounding error outlives the reservations
+
+
+class ClusterView:
+    """All GPUs, with an index from model to the GPUs that have an engine for it.
+
+    Args:
+        scheduler: this scheduler's id, under which GPUs confirm its dispatches.
+    """
+
+    def __init__(
+        self, scheduler: str, stale_after_ms: float, forget_after_ms: float, reservation_ttl_ms: float
+    ) -> None:
+        self._scheduler = scheduler
+        self._stale_after_ms = stale_after_ms
+        self._forget_after_ms = forget_after_ms
+        self._ttl_ms = reservation_ttl_ms
+        self._gpus: dict[str, GpuView] = {}
+        self._by_model: dict[str, dict[str, GpuView]] = {}
+        self.bus_lost = False
+
+    def __len__(self) -> int:
+        return len(self._gpus)
+
+    def hear(self, now_ms: float, summary: GpuSummary) -> GpuView | None:
+        """Take a summary in; None if a newer one of that GPU is known."""
+        view = self._gpus.get(summary.gpu)
+        if view is None:
+            self._forget(now_ms)  # only here does the number of GPUs grow
+            view = self._gpus[summary.gpu] = GpuView(summary, now_ms)
+        else:
+            old = view.summary
+            if (summary.started_ms, summary.seq) <= (old.started_ms, old.seq):
+                return None
+            if summary.started_ms != old.started_ms:
+                view.drop(list(view.reservations))
+        view.summary, view.heard_ms = summary, now_ms
+        engines = {engine.model: engine for engine in summary.engines}
+        for model in view.engines.keys() - engines.keys():
+            self._unindex(model, summary.gpu)
+        for model in engines:
+            self._by_model.setdefault(model, {})[summary.gpu] = view
+        view.engines = engines
+        counted = summary.admitted_through.get(self._scheduler, 0)
+        view.drop([seq for seq in view.reservations if seq <= counted])
+        view.last_seq = max(view.last_seq, counted)  # numbers go on where an earlier run of this id ended
+        return view
+
+    def get(self, gpu: str, now_ms: float) -> GpuView | None:
+        """Return a GPU that is not stale, or None."""
+        view = self._gpus.get(gpu)
+        return None if view is None or self._stale(view, now_ms) else view
+
+    def with_model(self, model: str, now_ms: float) -> list[GpuView]:
+        """Return the GPUs, not stale, that have an engine for the model in whatever state.
+
+        Cost: linear in the GPUs that have the model. Reservations past their time are dropped on the way.
+        """
+        views = [v for v in self._by_model.get(model, {}).values() if not self._stale(v, now_ms)]
+        for view in views:
+            if view.reservations:
+                view.drop([s for s, r in view.reservations.items() if now_ms - r.sent_ms >= self._ttl_ms])
+        return views
+
+    def reserve(self, view: GpuView, reservation: Reservation) -> int:
+        """Count a dispatch on a GPU until its summary does; returns its number, from 1 on per GPU."""
+        view.last_seq += 1
+        view.reservations[view.last_seq] = reservation
+        view.reserved_requests[reservation.model] += 1
+        view.reserved_bytes += reservation.kv_bytes
+        view.reserved_prefill_ms += reservation.prefill_ms
+        return view.last_seq
+
+    def release(self, gpu: str, seq: int) -> None:
+        """Drop a reservation, because the GPU has refused the request; an unknown one is nothing to drop."""
+        view = self._gpus.get(gpu)
+        if view is not None and seq in view.reservations:
+            view.drop([seq])
+
+    def restore(self, now_ms: float) -> None:
+        """The bus is back: every GPU gets a fresh period in which to be heard."""
+        self.bus_lost = False
+        for view in self._gpus.values():
+            view.heard_ms = now_ms
+
+    def _forget(self, now_ms: float) -> None:
+        """Remove GPUs that have been silent for very long, so that ids that are gone do not add up."""
+        if self.bus_lost:
+            return
+        for gpu, view in list(self._gpus.items()):
+            if now_ms - view.heard_ms >= self._forget_after_ms:
+                for model in view.engines:
+                    self._unindex(model, gpu)
+                del self._gpus[gpu]
+
+    def _unindex(self, model: str, gpu: str) -> None:
+        gpus = self._by_model[model]
+        del gpus[gpu]
+        if not gpus:
+            del self._by_model[model]
+
+    def _stale(self, view: GpuView, now_ms: float) -> bool:
+        return not self.bus_lost and now_ms - view.heard_ms >= self._stale_after_ms

@@ -1,0 +1,169 @@
+"""The local scheduler of one GPU: decides which requests run, on how many SMs, and at which clock (3.4).
+
+`LocalSchedCore` owns the state and says which function takes which event; the functions are beside it:
+`admission` (coming in), `running` (what engines report), `ends`, `engines` (loading), `transfer` (moves),
+`plans` (clock, shares, chunks) and `summary`. `batch`, `tune` and `ledger` are the policies they use.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from services.local_sched import admission, ends, engines, plans, running, summary, transfer
+from services.local_sched.ledger import Ledger
+from services.local_sched.outbox import Outbox
+from services.local_sched.settings import LocalSettings
+from services.local_sched.state import State
+from shared import engine as en
+from shared import events as ev
+from shared.lut import Lut, build
+from shared.model import ModelSpec
+from shared.silicon import Device
+
+
+class LocalSchedCore:
+    """The pure core. `step` takes one event and returns what is to be done; `wake_ms` is when to tick.
+
+    Args:
+        gpu: id of the GPU on the bus.
+        host: id of its host's migrator.
+        engine: kind of engine it runs, ``emulated`` or ``vllm``.
+        device: row of the device table.
+        started_ms: when this process started; tells its summaries from an earlier one's.
+        lut_for: where a model's look-up table comes from; by default it is modelled.
+    """
+
+    def __init__(
+        self,
+        gpu: str,
+        host: str,
+        engine: str,
+        device: Device,
+        settings: LocalSettings,
+        started_ms: float,
+        lut_for: Callable[[Device, ModelSpec], Lut] = build,
+    ) -> None:
+        self.state = State(
+            gpu=gpu,
+            host=host,
+            engine_kind=engine,
+            device=device,
+            settings=settings,
+            started_ms=started_ms,
+            lut_for=lut_for,
+            ledger=Ledger(int(device.total_bytes * (1.0 - settings.memory_margin))),
+            outbox=Outbox(gpu, settings.max_unacknowledged),
+            clock_mhz=device.default_clock_mhz,
+        )
+        handlers: dict[type, Callable[[State, float, Any], list[ev.Action]]] = {
+            ev.Submit: admission.submit,
+            ev.Abort: ends.abort,
+            ev.Load: engines.load,
+            ev.Unload: engines.unload,
+            ev.Reserve: transfer.reserve,
+            ev.Adopt: transfer.adopt,
+            ev.Release: transfer.release,
+            ev.CommitMove: transfer.commit,
+            ev.AbortMove: transfer.abort_move,
+            ev.Ack: _acknowledged,
+            ev.GatewayAlive: _gateway_alive,
+            ev.PlacementChanged: _placement_changed,
+            ev.BusLost: _bus_lost,
+            ev.BusRestored: _bus_restored,
+            en.EngineReady: engines.ready,
+            en.EngineEnded: engines.ended,
+            en.StepDone: running.step_done,
+            en.OutOfMemory: running.out_of_memory,
+            en.ClockApplied: _clock_applied,
+            en.DeviceSampled: _device_sampled,
+        }
+        self._handlers = handlers
+
+    @property
+    def wake_ms(self) -> float | None:
+        """When the core next wants a tick; there is always a heartbeat to come."""
+        state, settings = self.state, self.state.settings
+        times = [state.heartbeat_ms + settings.heartbeat_ms]
+        if state.summary_due:
+            times.append(state.summarized_ms + settings.summary_interval_ms)
+        for due_ms in (plans.decision_due_ms(state), state.moves.next_expiry_ms(settings.move_ttl_ms)):
+            if due_ms is not None:
+                times.append(due_ms)
+        return max(min(times), state.started_ms)
+
+    def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
+        """Take one event, then do whatever has come due: expiries, admissions, a decision, a summary."""
+        state, settings = self.state, self.state.settings
+        handler = self._handlers.get(type(event))
+        actions = handler(state, now_ms, event) if handler else []
+        transfer.expire(state, now_ms)
+        heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
+        if heartbeat:
+            actions += _beat(state, now_ms)
+        if state.admit_due:
+            actions += admission.admit_waiting(state, now_ms)
+        due_ms = plans.decision_due_ms(state)
+        if due_ms is not None and now_ms >= due_ms:
+            actions += plans.decide(state, now_ms)
+        changed = state.summary_due and now_ms >= state.summarized_ms + settings.summary_interval_ms
+        if heartbeat or changed:
+            actions += summary.publish(state, now_ms)
+        return actions
+
+
+def _beat(state: State, now_ms: float) -> list[ev.Action]:
+    """Once per heartbeat: send again what may have been lost, and look for gateways that are gone."""
+    state.heartbeat_ms = now_ms
+    if state.bus_lost:
+        return []  # nobody else's silence means anything now
+    actions: list[ev.Action] = [*state.outbox.resend(now_ms, state.settings.resend_ms)]
+    lease_ms = state.settings.gateway_lease_ms
+    for gateway in [g for g, heard_ms in state.gateways.items() if now_ms - heard_ms >= lease_ms]:
+        actions += ends.abort_gateway(state, now_ms, gateway)
+    return actions
+
+
+def _acknowledged(state: State, now_ms: float, event: ev.Ack) -> list[ev.Action]:
+    state.gateways[event.gateway] = now_ms
+    state.outbox.acknowledge(event.acks)
+    return []
+
+
+def _gateway_alive(state: State, now_ms: float, event: ev.GatewayAlive) -> list[ev.Action]:
+    state.gateways[event.gateway] = now_ms
+    return []
+
+
+def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) -> list[ev.Action]:
+    """Take no new work while the placement in force says that this GPU is drained."""
+    if event.placement.version < state.placement_version:
+        return []
+    state.placement_version = event.placement.version
+    draining = state.gpu in event.placement.drained
+    state.summary_due = state.summary_due or draining != state.draining
+    state.draining = draining
+    return []
+
+
+def _bus_lost(state: State, now_ms: float, event: ev.BusLost) -> list[ev.Action]:
+    state.bus_lost = True
+    return []
+
+
+def _bus_restored(state: State, now_ms: float, event: ev.BusRestored) -> list[ev.Action]:
+    """Send again all that may have been lost; every gateway's lease starts anew."""
+    state.bus_lost = False
+    state.gateways = dict.fromkeys(state.gateways, now_ms)
+    state.summary_due = True
+    return [*state.outbox.resend(now_ms)]
+
+
+def _clock_applied(state: State, now_ms: float, event: en.ClockApplied) -> list[ev.Action]:
+    state.summary_due = state.summary_due or event.applied_mhz != state.clock_mhz
+    state.clock_mhz = event.applied_mhz
+    return []
+
+
+def _device_sampled(state: State, now_ms: float, event: en.DeviceSampled) -> list[ev.Action]:
+    state.summary_due = state.summary_due or event.state != state.device_state
+    state.device_state, state.power_w, state.energy_j = event.state, event.power_w, event.energy_j
+    return []

@@ -1,0 +1,122 @@
+"""How a request leaves: aborted, failed, or simply forgotten because it has ended."""
+
+import msgspec
+
+from services.local_sched.moves import DESTINATION, SOURCE, holder
+from services.local_sched.spans import end_of, last_span
+from services.local_sched.state import State, Work
+from shared.engine import StopRequest
+from shared.events import Abort, Action, Count, TokenDelta
+from shared.model import Request, RequestEnd
+
+
+def abort(state: State, now_ms: float, event: Abort) -> list[Action]:
+    """Stop an attempt and every lower one at once, and see to it that none comes in late."""
+    state.remember(event.request_id, event.attempt)
+    state.outbox.drop(event.request_id, event.attempt)
+    for move_id in state.moves.of_request(event.request_id):
+        transfer = state.moves.transfers[move_id]
+        overtaken = transfer.request is not None and transfer.request.attempt > event.attempt
+        if transfer.side == DESTINATION and not overtaken:
+            drop_move(state, move_id)
+    work = state.works.get(event.request_id)
+    if work is None or work.request.attempt > event.attempt:
+        return []
+    return abandon(state, now_ms, work, event.reason or "aborted")
+
+
+def abort_gateway(state: State, now_ms: float, gateway: str) -> list[Action]:
+    """Stop all work of a gateway that has been silent for longer than its lease."""
+    actions: list[Action] = [Count(name="gateways_lost")]
+    for work in [w for w in state.works.values() if w.request.gateway == gateway]:
+        actions += abandon(state, now_ms, work, f"gateway {gateway} is silent")
+    state.outbox.drop_gateway(gateway)
+    del state.gateways[gateway]
+    return actions
+
+
+def abandon(state: State, now_ms: float, work: Work, reason: str) -> list[Action]:
+    """Drop work that nobody waits for any more; no end is reported."""
+    actions = last_span(state, now_ms, work, reason)
+    request = work.request
+    actions += _stop(state, work)
+    state.outbox.drop(request.request_id, request.attempt)
+    actions += count_end(work, "aborted")
+    forget(state, now_ms, work)
+    return actions
+
+
+def fail(state: State, now_ms: float, works: list[Work], reason: str) -> list[Action]:
+    """End work with an error, so that its gateway can start another attempt."""
+    actions: list[Action] = []
+    deltas = []
+    for work in works:
+        request = work.request
+        actions += _stop(state, work)
+        end = end_of(state, now_ms, work, "error", reason)
+        deltas.append((request.gateway, delta_of(work, work.output_count, (), end)))
+        actions += last_span(state, now_ms, work, reason)
+        actions += count_end(work, "error")
+        forget(state, now_ms, work)
+    return [*state.outbox.send(now_ms, deltas), *actions]
+
+
+def forget(state: State, now_ms: float, work: Work) -> None:
+    """Take work off every list, free its memory, and remember that it has been here."""
+    request = work.request
+    engine = state.engines.get(request.model)
+    if engine is not None:
+        engine.running.pop(request.request_id, None)
+        engine.used_ms = now_ms
+    for move_id in state.moves.of_request(request.request_id):
+        if state.moves.transfers[move_id].side == SOURCE:
+            del state.moves.transfers[move_id]
+    state.queue.pop(request.request_id, None)
+    del state.works[request.request_id]
+    state.ledger.release(request.model, request.request_id)
+    state.remember(request.request_id, request.attempt)
+    state.changed()
+
+
+def _stop(state: State, work: Work) -> list[Action]:
+    request = work.request
+    if request.request_id not in state.engines[request.model].running:
+        return []
+    return [StopRequest(model=request.model, request_id=request.request_id)]
+
+
+def drop_move(state: State, move_id: str) -> None:
+    """Forget a move whose request is gone, and free what it held."""
+    transfer = state.moves.transfers.pop(move_id)
+    state.ledger.release(transfer.model, holder(move_id))
+    state.admit_due = state.summary_due = True
+
+
+def with_output(work: Work) -> Request:
+    """Return a request with the tokens it has made as part of it."""
+    return msgspec.structs.replace(work.request, output_tokens=(*work.request.output_tokens, *work.tokens))
+
+
+def delta_of(work: Work, first_seq: int, token_ids: tuple[int, ...], end: RequestEnd | None) -> TokenDelta:
+    """Return what is to be told about an attempt, from index `first_seq` of its output on."""
+    return TokenDelta(
+        request_id=work.request.request_id,
+        attempt=work.request.attempt,
+        first_seq=first_seq,
+        token_ids=token_ids,
+        end=end,
+    )
+
+
+def count_end(work: Work, outcome: str) -> list[Action]:
+    """Count how a request ended, and its energy."""
+    counted: list[Action] = [count_outcome(work.request, outcome)]
+    if work.energy_j:
+        labels = {"model": work.request.model}
+        counted.append(Count(name="request_energy_j", labels=labels, value=work.energy_j))
+    return counted
+
+
+def count_outcome(request: Request, outcome: str) -> Count:
+    """Count a request of a model by how it came out."""
+    return Count(name="requests", labels={"model": request.model, "outcome": outcome})

@@ -1,0 +1,73 @@
+"""The emulated GPU in real time: the pure device of `emulated.py` behind asyncio timers.
+
+The device keeps exact device time. A timer that fires late makes reports late, never steps longer: `advance`
+then goes through everything that was due, in order.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from services.local_sched.emulated import EmulatedGpu
+from shared.engine import DeviceSampled, Order
+from shared.events import Event
+
+
+class EmulatedEngines:
+    """Takes orders for an emulated device and reports what it does; the same surface as the vLLM engines.
+
+    Args:
+        gpu: the device.
+        now_ms: the service's clock.
+        report: called in the event loop with each event, in order of device time; it may call `perform`.
+    """
+
+    def __init__(
+        self, *, gpu: EmulatedGpu, now_ms: Callable[[], float], report: Callable[[Event], None]
+    ) -> None:
+        self._gpu = gpu
+        self._now_ms = now_ms
+        self._report = report
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ms: float | None = None
+
+    async def start(self) -> None:
+        """Start the device's time and energy count."""
+        self._loop = asyncio.get_running_loop()
+        self._run()
+
+    def perform(self, order: Order) -> None:
+        """Give the device an order; call it in the event loop, between `start` and `close`."""
+        assert self._loop is not None, "perform() needs a started engine"
+        self._gpu.order(self._now_ms(), order)
+        self._set_timer()
+
+    def sample(self) -> DeviceSampled:
+        """Read the device; what was due is reported first, so call it from outside `report`."""
+        self._run()
+        return self._gpu.sample(self._now_ms())
+
+    async def close(self) -> None:
+        """Stop the device's time; nothing is reported any more."""
+        self._loop = None
+        self._cancel_timer()
+
+    def _run(self) -> None:
+        """Bring the device up to now, report, and sleep until something is next due."""
+        self._cancel_timer()
+        for event in self._gpu.advance(self._now_ms()):
+            self._report(event)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        wake_ms = self._gpu.wake_ms
+        if self._loop is None or wake_ms is None or wake_ms == self._timer_ms:
+            return
+        self._cancel_timer()
+        self._timer_ms = wake_ms
+        self._timer = self._loop.call_later(max(0.0, wake_ms - self._now_ms()) / 1000, self._run)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timer_ms = None

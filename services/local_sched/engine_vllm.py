@@ -1,0 +1,246 @@
+"""The vLLM engines of one device, as its local scheduler's shell drives them: one child process per model.
+
+Orders and reports are those of `shared/engine.py`; they cross a socket pair to `vllm_ext/host.py`, which runs
+in the engine's own Python environment (`vllm_env.py` makes it).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, EngineReport, decode_report, frame
+from shared.engine import (
+    ClockApplied,
+    DeviceSampled,
+    EngineEnded,
+    LoadEngine,
+    Order,
+    RunRequest,
+    SetClock,
+    SetPlan,
+    StepDone,
+    StopRequest,
+    UnloadEngine,
+)
+from shared.events import Event
+from shared.model import slug
+
+HOST_MODULE = "services.local_sched.vllm_ext.host"
+
+MAX_ORDERS = 65_536
+"""Orders on their way to one engine. The core gives an engine far fewer, even while it loads."""
+
+EXIT_S = 5.0
+"""A child gets this long to end by itself before it is killed."""
+
+
+@dataclass(eq=False)
+class _Engine:
+    """One child: the orders on their way to it, the requests it has, and why it ended, once that is known."""
+
+    model: str
+    orders: asyncio.Queue[EngineOrder] = field(default_factory=lambda: asyncio.Queue(MAX_ORDERS))
+    requests: set[str] = field(default_factory=set)
+    process: Process | None = None
+    reason: str = ""
+    unloading: bool = False
+
+
+class VllmEngines:
+    """Starts, drives and ends the vLLM processes of one device. Use it in one asyncio loop.
+
+    Args:
+        python: interpreter of the engine environment.
+        run_dir: folder for the children's logs, made by `start`.
+        report: called in the loop, never from within `perform`, with EngineReady, StepDone, OutOfMemory,
+            EngineEnded and ClockApplied.
+    """
+
+    def __init__(self, *, python: str, run_dir: Path, report: Callable[[Event], None]) -> None:
+        self._python = python
+        self._run_dir = run_dir
+        self._report = report
+        self._engines: dict[str, _Engine] = {}
+        self._lives: dict[_Engine, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Make the folder for the logs."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+
+    def perform(self, order: Order) -> None:
+        """Carry out an order. One to an engine that is gone is dropped: EngineEnded has told, or will."""
+        match order:
+            case LoadEngine():
+                self._load(order)
+            case UnloadEngine(model=name):
+                self._unload(name)
+            case RunRequest(model=name) | StopRequest(model=name) | SetPlan(model=name):
+                if engine := self._engines.get(name):
+                    self._pass_on(engine, order)
+            case SetClock(sm_clock_mhz=asked_mhz):
+                applied = ClockApplied(asked_mhz=asked_mhz, applied_mhz=0, reason="no clock control on cpu")
+                asyncio.get_running_loop().call_soon(self._report, applied)
+            case _:
+                raise TypeError(f"vLLM engines know no order {type(order).__name__}.")
+
+    async def close(self) -> None:
+        """End every engine, and return when no process is left; nothing is reported any more."""
+        self._report = _drop
+        for name in list(self._engines):
+            self._unload(name)
+        await asyncio.gather(*self._lives.values())
+
+    def sample(self) -> DeviceSampled:
+        """Return the bytes that the engines occupy; no meter tells one process's energy from another's."""
+        engines = self._engines.values()
+        busy = any(engine.requests for engine in engines)
+        return DeviceSampled(
+            state="active" if busy else "warm" if engines else "cold",
+            used_bytes=sum(_resident_bytes(engine.process.pid) for engine in engines if engine.process),
+            power_w=None,
+            energy_j=None,
+        )
+
+    def _load(self, order: LoadEngine) -> None:
+        name = order.model.name
+        if name in self._engines:
+            return
+        engine = self._engines[name] = _Engine(name)
+        engine.orders.put_nowait(order)
+        self._lives[engine] = asyncio.get_running_loop().create_task(self._live(engine), name=f"vllm {name}")
+
+    def _unload(self, name: str) -> None:
+        if engine := self._engines.pop(name, None):
+            engine.unloading = True
+            self._lives[engine].cancel()
+
+    def _pass_on(self, engine: _Engine, order: RunRequest | StopRequest | SetPlan) -> None:
+        """Queue an order for the child; one that has let the queue fill up counts as dead."""
+        match order:
+            case RunRequest(request=request):
+                engine.requests.add(request.request_id)
+            case StopRequest(request_id=request_id):
+                engine.requests.discard(request_id)
+        try:
+            engine.orders.put_nowait(order)
+        except asyncio.QueueFull:
+            engine.reason = f"it takes no orders: {MAX_ORDERS} are waiting"
+            self._lives[engine].cancel()
+
+    async def _live(self, engine: _Engine) -> None:
+        """Run one child from its start to its end, and report the end."""
+        log_path = self._run_dir / f"vllm-{slug(engine.model)}.log"
+        temp_dir = tempfile.TemporaryDirectory(prefix="vllm-", dir=self._run_dir)
+        try:
+            await self._talk(engine, log_path, child_environment(os.environ, temp_dir.name))
+        except asyncio.CancelledError:
+            pass  # unloaded: the socket is closed, which is what tells the child to end
+        except OSError as error:
+            engine.reason = f"it could not be started with {self._python}: {error}"
+        status = await _ended(engine.process) if engine.process else None
+        temp_dir.cleanup()
+        if self._engines.get(engine.model) is engine:
+            del self._engines[engine.model]
+        del self._lives[engine]
+        reason = "" if engine.unloading else f"{engine.reason or _cause(status)}; see {log_path}"
+        self._report(EngineEnded(model=engine.model, reason=reason))
+
+    async def _talk(self, engine: _Engine, log_path: Path, environment: dict[str, str]) -> None:
+        """Start the child and exchange orders and reports with it until it closes its end of the socket."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, log_path.open("ab") as log:
+            engine.process = await asyncio.create_subprocess_exec(
+                *(self._python, "-m", HOST_MODULE, "--fd", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                start_new_session=True,  # an interrupt from the terminal is not for the child
+            )
+            theirs.close()
+            reader, writer = await asyncio.open_connection(sock=ours)
+            sender = asyncio.create_task(_send(engine.orders, writer))
+            try:
+                while header := await reader.read(1):
+                    header += await reader.readexactly(HEADER.size - 1)
+                    (length,) = HEADER.unpack(header)
+                    self._hear(engine, decode_report(await reader.readexactly(length)))
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                pass  # killed in the middle of a report
+            finally:
+                sender.cancel()
+                writer.close()
+
+    def _hear(self, engine: _Engine, report: EngineReport) -> None:
+        match report:
+            case EngineEnded(reason=reason):
+                engine.reason = reason  # its last words; reported when the process is gone
+                return
+            case StepDone(outputs=outputs):
+                engine.requests.difference_update(each.request_id for each in outputs if each.finish_reason)
+        self._report(report)
+
+
+def child_environment(environ: Mapping[str, str], temp_dir: str) -> dict[str, str]:
+    """Return the environment of an engine process: no hub, no usage reports, temporary files in `temp_dir`.
+
+    Settings that would reach vLLM past its arguments (such as ``VLLM_CPU_KVCACHE_SPACE``), and those of the
+    parent's Python, are left out. An engine gets half of the cores unless ``OMP_NUM_THREADS`` says otherwise:
+    threads that wait for one that has lost its core to another process cost far more than they bring.
+    """
+    inherited = {name: value for name, value in environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
+    cores = len(os.sched_getaffinity(0))
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
+    fixed = {
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": temp_dir,
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return defaults | inherited | fixed
+
+
+def _drop(event: Event) -> None:
+    """Report to nobody."""
+
+
+async def _send(orders: "asyncio.Queue[EngineOrder]", writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):  # the reading side sees the same end, and deals with it
+        while True:
+            writer.write(frame(await orders.get()))
+            await writer.drain()
+
+
+async def _ended(process: Process) -> int:
+    """Return a child's exit status once it has ended; kill it if it does not end by itself."""
+    try:
+        return await asyncio.wait_for(process.wait(), EXIT_S)
+    except TimeoutError:
+        process.kill()
+        return await process.wait()
+
+
+def _cause(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return a process's resident memory; 0 once it is gone."""
+    try:
+        resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")

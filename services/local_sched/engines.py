@@ -1,0 +1,104 @@
+"""Engines of this GPU: loaded and unloaded by order of the consolidator, and what becomes of a dead one.
+
+Load orders are fenced by the placement version they were given under. A dead engine stays in the summary as
+failed; the consolidator, which places models, orders it loaded again, with a back-off, or elsewhere.
+"""
+
+from services.local_sched.ends import drop_move, fail
+from services.local_sched.moves import DESTINATION
+from services.local_sched.state import Engine, State
+from shared.engine import EngineEnded, EngineReady, LoadEngine, UnloadEngine
+from shared.events import Action, Count, Load, Unload
+from shared.model import ModelSpec
+
+EMULATED = "emulated"
+
+
+def load(state: State, now_ms: float, event: Load) -> list[Action]:
+    """Start loading a model, unless it is here already; what cannot be loaded is shown as failed."""
+    if event.placement_version < state.order_version:
+        return []
+    state.order_version = event.placement_version
+    state.summary_due = True
+    engine = state.engines.get(event.model.name)
+    if engine is not None and engine.state in ("loading", "ready"):
+        return []
+    if engine is not None and engine.state == "unloading":
+        engine.spec, engine.load_again = event.model, True
+        return []
+    return _load(state, now_ms, event.model)
+
+
+def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
+    engine = state.engines[spec.name] = Engine(spec=spec, lut=state.lut(spec), used_ms=now_ms)
+    pool_bytes = state.settings.kv_pool_bytes
+    if not pool_bytes and state.engine_kind != EMULATED:
+        pool_bytes = int(state.settings.fixed_pool_share * state.ledger.capacity_bytes)
+    if spec.engine != state.engine_kind:
+        reason = f"{spec.name} needs a {spec.engine} engine; {state.gpu} runs {state.engine_kind}"
+    elif not state.ledger.open(spec, pool_bytes, state.device.block_tokens):
+        needed, free = spec.weight_bytes + pool_bytes, state.ledger.free_bytes
+        reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
+    else:
+        return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes)]
+    engine.state, engine.reason = "failed", reason
+    return [Count(name="loads_failed", labels={"model": spec.name})]
+
+
+def unload(state: State, now_ms: float, event: Unload) -> list[Action]:
+    """Unload a model, unless it has work, awaits some, or was used after the order was decided."""
+    if event.placement_version < state.order_version:
+        return []
+    state.order_version = event.placement_version
+    state.summary_due = True
+    engine = state.engines.get(event.model)
+    if engine is None:
+        return []
+    if engine.state == "failed":
+        del state.engines[event.model]
+        return []
+    engine.load_again = False
+    if engine.state == "unloading" or busy(state, event.model) or now_ms - engine.used_ms < event.if_idle_ms:
+        return []
+    engine.state = "unloading"
+    return [UnloadEngine(model=event.model)]
+
+
+def busy(state: State, model: str) -> bool:
+    """Say whether a request of a model runs, waits, or may arrive here by a move."""
+    here = any(work.request.model == model for work in state.works.values())
+    return here or state.moves.expected(model)
+
+
+def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
+    """A model is loaded: what waits for it may start. A fixed pool has the size that the engine says."""
+    engine = state.engines.get(event.model)
+    if engine is None or engine.state != "loading":
+        return []  # an order to unload it is on its way
+    elastic = state.engine_kind == EMULATED and not state.settings.kv_pool_bytes
+    state.ledger.resize(event.model, 0 if elastic else event.kv_pool_bytes, event.block_tokens)
+    engine.state, engine.used_ms = "ready", now_ms
+    state.changed()
+    return [Count(name="loads", labels={"model": event.model})]
+
+
+def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
+    """An engine is gone: as ordered, and then perhaps loaded anew, or dead, and its requests end with it."""
+    engine = state.engines.get(event.model)
+    if engine is None or engine.state == "failed":
+        return []
+    asked = engine.state == "unloading"
+    works = [work for work in state.works.values() if work.request.model == event.model]
+    reason = f"engine died: {event.reason or 'no reason given'}"
+    engine.running.clear()  # nothing can be stopped in it any more
+    actions = fail(state, now_ms, works, reason)
+    for move_id, transfer in list(state.moves.transfers.items()):
+        if transfer.model == event.model and transfer.side == DESTINATION and not transfer.committed:
+            drop_move(state, move_id)
+    state.ledger.close(event.model)
+    state.changed()
+    if not asked:
+        engine.state, engine.reason, engine.plan = "failed", reason, None
+        return [*actions, Count(name="engines_lost", labels={"model": event.model})]
+    del state.engines[event.model]
+    return [*actions, *(_load(state, now_ms, engine.spec) if engine.load_again else [])]

@@ -1,0 +1,153 @@
+"""Memory of one GPU: device bytes, and KV blocks per engine (3.2.2, 3.4).
+
+The ledger is the one place that says what fits. It counts promises, not use: a request holds what it is
+expected to need until it ends, so an engine never has to pre-empt on its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.model import ModelSpec, StairStep
+
+
+@dataclass
+class Pool:
+    """One engine's share of the memory: its weights, and the KV blocks promised to each holder.
+
+    A fixed pool (`pool_bytes` > 0) takes its whole size from the device at once; an elastic one (0) takes
+    what its holders hold.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    pool_bytes: int
+    block_tokens: int
+    holders: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return self.kv_bytes_per_token * self.block_tokens
+
+    def bytes_for(self, tokens: int) -> int:
+        """Return the KV bytes of this many tokens, in whole blocks."""
+        return -(-tokens // self.block_tokens) * self.block_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """KV bytes promised to all holders."""
+        return sum(self.holders.values()) * self.block_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What the engine takes from the device."""
+        return self.weight_bytes + (self.pool_bytes or self.held_bytes)
+
+
+class Ledger:
+    """All promises on one device's `capacity_bytes`. A holder is a request id or a move id."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.pools: dict[str, Pool] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """Device bytes promised to nobody."""
+        return self.capacity_bytes - sum(pool.device_bytes for pool in self.pools.values())
+
+    def open(self, spec: ModelSpec, pool_bytes: int, block_tokens: int) -> bool:
+        """Take memory for a model's weights and fixed pool; False, and nothing taken, if it does not fit."""
+        pool = Pool(spec.weight_bytes, spec.kv_bytes_per_token, pool_bytes, block_tokens)
+        if pool.device_bytes > self.free_bytes:
+            return False
+        self.pools[spec.name] = pool
+        return True
+
+    def resize(self, model: str, pool_bytes: int, block_tokens: int) -> None:
+        """Adopt the pool that a started engine reports. Called before anyone holds blocks of it."""
+        pool = self.pools[model]
+        assert not pool.holders or block_tokens == pool.block_tokens
+        pool.pool_bytes, pool.block_tokens = pool_bytes, block_tokens
+
+    def close(self, model: str) -> None:
+        """Give back all that an engine took."""
+        self.pools.pop(model, None)
+
+    def free_kv_bytes(self, model: str) -> int:
+        """KV bytes that this engine could still promise."""
+        pool = self.pools.get(model)
+        if pool is None:
+            return 0
+        return max(0, pool.pool_bytes - pool.held_bytes if pool.pool_bytes else self.free_bytes)
+
+    def most_kv_bytes(self, model: str) -> int:
+        """KV bytes that this engine could promise if no request held any."""
+        pool = self.pools[model]
+        if pool.pool_bytes:
+            return pool.pool_bytes
+        others = sum(p.weight_bytes + p.pool_bytes for p in self.pools.values())
+        return self.capacity_bytes - others
+
+    def held_tokens(self, model: str, holder: str) -> int:
+        """Tokens whose KV is promised to a holder; 0 if it holds nothing."""
+        pool = self.pools.get(model)
+        return pool.holders.get(holder, 0) * pool.block_tokens if pool else 0
+
+    def reserve(self, model: str, holder: str, tokens: int) -> bool:
+        """Promise a holder KV for `tokens` in all, or raise what it has to that; False if it does not fit."""
+        pool = self.pools[model]
+        held = pool.holders.get(holder, 0)
+        blocks = -(-tokens // pool.block_tokens)
+        if (blocks - held) * pool.block_bytes > self.free_kv_bytes(model):
+            return False
+        pool.holders[holder] = max(held, blocks)
+        return True
+
+    def release(self, model: str, holder: str) -> None:
+        """Take back all that a holder was promised; nothing happens if that is nothing."""
+        if pool := self.pools.get(model):
+            pool.holders.pop(holder, None)
+
+    def rename(self, model: str, holder: str, new_holder: str) -> None:
+        """Hand a holder's promise to another, as when a moved request arrives."""
+        holders = self.pools[model].holders
+        holders[new_holder] = max(holders.pop(holder), holders.get(new_holder, 0))
+
+    def domain(self, model: str) -> list[str]:
+        """Models whose requests compete with this one's for memory: all elastic ones, or itself alone."""
+        if self.pools[model].pool_bytes:
+            return [model]
+        return [name for name, pool in self.pools.items() if not pool.pool_bytes]
+
+
+def staircase(
+    free_bytes: int,
+    free_sm_share_pct: int,
+    ends: Sequence[tuple[float, int, int]],
+    claimed_bytes: int = 0,
+    most_steps: int = 8,
+) -> tuple[StairStep, ...]:
+    """Return what is expected to be free from when on (3.3, T_avail), in at most `most_steps` steps.
+
+    Args:
+        free_bytes: memory free now.
+        free_sm_share_pct: SM share free now.
+        ends: (ms from now, bytes, SM share) that each running request is expected to free.
+        claimed_bytes: what waiting requests will take first.
+        most_steps: neighbouring steps are joined, to the later of their times, until so few are left.
+    """
+
+    def step(after_ms: float) -> StairStep:
+        unclaimed_bytes = max(0, free_bytes - claimed_bytes)
+        return StairStep(after_ms=after_ms, free_bytes=unclaimed_bytes, free_sm_share_pct=free_sm_share_pct)
+
+    steps = [step(0.0)]
+    ordered = sorted(ends)
+    last_of_group = {round(len(ordered) * k / (most_steps - 1)) - 1 for k in range(1, most_steps)}
+    for index, (after_ms, freed_bytes, freed_pct) in enumerate(ordered):
+        free_bytes += freed_bytes
+        free_sm_share_pct = min(100, free_sm_share_pct + freed_pct)
+        if index in last_of_group or len(ordered) < most_steps:
+            steps.append(step(after_ms))
+    return tuple(steps)

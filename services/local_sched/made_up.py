@@ -1,0 +1,113 @@
+"""Made-up tokens: what an emulated model answers.
+
+An answer is a pure function of the prompt and the client's seed, so an attempt that is stopped and resumed
+on another GPU goes on with the very same tokens, and a repeated experiment says the same again.
+"""
+
+from bisect import bisect_right
+from collections.abc import Set
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from shared.errors import ConfigError
+from shared.model import Request
+
+MIN_OUTPUT_TOKENS = 16  # no answer of the workload is shorter
+# Quantiles of the reply lengths of ShareGPT as Aegaeon samples it (323 requests; mean 296).
+LENGTH_QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+LENGTH_TOKENS = (16, 16, 28, 50, 107, 156, 205, 259, 307, 356, 452, 582, 773, 1057, 1309)
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """The part of a tokenizer's vocabulary that made-up answers are written in.
+
+    Args:
+        token_ids: ordinary tokens to draw from; more than one makes better reading.
+        eos_id: the token that ends an answer; not among `token_ids`.
+
+    Raises:
+        ConfigError: no tokens, or `eos_id` is among them.
+    """
+
+    token_ids: tuple[int, ...]
+    eos_id: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.eos_id in self.token_ids:
+            raise ConfigError(
+                f"made-up answers need ordinary tokens other than the end token {self.eos_id}; "
+                f"got {len(self.token_ids)} tokens: name some, and leave the end token out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole answer to one request, computed token by token.
+
+    `length` counts all tokens up to and with the end token; None: the answer never ends by itself.
+    """
+
+    vocab: VocabSlice
+    key: int
+    length: int | None
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: Set[int]
+
+    def token(self, index: int) -> tuple[int, str]:
+        """Return output token `index` (from 0), and ``stop`` or ``length`` if the answer ends with it.
+
+        As in vLLM, the end token is part of the output, and an end beats the token limit.
+        """
+        if self.length is not None and index + 1 >= self.length:
+            return self.vocab.eos_id, "stop"
+        token_ids = self.vocab.token_ids
+        token_id = token_ids[_mix(self.key + index) % len(token_ids)]
+        if token_id in self.stop_token_ids and index >= self.min_tokens:
+            return token_id, "stop"
+        return token_id, "length" if index + 1 >= self.max_tokens else ""
+
+
+def answer(request: Request, vocab: VocabSlice, context_tokens: int) -> Answer:
+    """Return the answer to `request`; what earlier attempts gave the client already does not change it.
+
+    Args:
+        request: of its ``sampling``, seed, min_tokens, ignore_eos and stop_token_ids matter.
+        vocab: tokens to answer in.
+        context_tokens: most tokens of prompt and output together (the model's).
+    """
+    sampling: dict[str, Any] = request.sampling
+    text = msgspec.msgpack.encode((request.prompt_tokens, sampling.get("seed")))
+    key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+    min_tokens = int(sampling.get("min_tokens") or 0)
+    drawn = max(output_length((_mix(~key) >> 11) / 2**53), min_tokens + 1)
+    return Answer(
+        vocab=vocab,
+        key=key,
+        length=None if sampling.get("ignore_eos") else drawn,
+        max_tokens=min(request.max_tokens, context_tokens - len(request.prompt_tokens)),
+        min_tokens=min_tokens,
+        stop_token_ids=frozenset(sampling.get("stop_token_ids") or ()),
+    )
+
+
+def output_length(quantile: float) -> int:
+    """Return the output length at a quantile in [0, 1): the measured distribution, linear in between."""
+    i = bisect_right(LENGTH_QUANTILES, quantile) - 1
+    low, high = LENGTH_QUANTILES[i], LENGTH_QUANTILES[i + 1]
+    length = LENGTH_TOKENS[i] + (LENGTH_TOKENS[i + 1] - LENGTH_TOKENS[i]) * (quantile - low) / (high - low)
+    return max(MIN_OUTPUT_TOKENS, int(length))
+
+
+def _mix(x: int) -> int:
+    """Scramble 64 bits (the finalizer of SplitMix64), so that neighbouring indices look unrelated."""
+    x = (x * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

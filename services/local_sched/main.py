@@ -1,0 +1,123 @@
+"""The local scheduler's shell: one per GPU, beside the engines it drives."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from services.local_sched.core import LocalSchedCore
+from services.local_sched.emulated import EmulatedGpu
+from services.local_sched.engine_emulated import EmulatedEngines
+from services.local_sched.engine_vllm import VllmEngines
+from services.local_sched.made_up import VocabSlice
+from services.local_sched.settings import LocalSettings
+from shared import engine as en
+from shared import standin
+from shared.clock import now_ms
+from shared.config import Common, load
+from shared.errors import ConfigError
+from shared.events import Event
+from shared.runtime import Shell, run_service, wait_for_stop
+from shared.silicon import Device, device_for
+from shared.subjects import LOCAL
+
+SAMPLE_PERIOD_S = 0.25
+
+
+class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The device and kind of engine that this local scheduler owns (section ``device``).
+
+    Args:
+        host: name of the GPU host, the id of its migrator.
+        engine: ``emulated`` or ``vllm``.
+        gpu_type: row of the device table.
+        elastic_kv: emulated engines share the free memory for KV, as in the paper; off: a fixed pool each.
+        vllm_python: interpreter of the environment that vLLM is installed in.
+        run_dir: where the sockets and logs of the vLLM processes are.
+    """
+
+    host: str = "emulated-0"
+    engine: str = "emulated"
+    gpu_type: str = "h100-80gb"
+    elastic_kv: bool = True
+    vllm_python: str = ".venv-vllm/bin/python"
+    run_dir: str = ".festina/run"
+
+
+class Engines(Protocol):
+    """The engines of one GPU, emulated or real: take orders, report what happened."""
+
+    async def start(self) -> None:
+        """Get ready for orders."""
+
+    def perform(self, order: en.Order) -> None:
+        """Carry out an order; what comes of it is reported later."""
+
+    async def close(self) -> None:
+        """End every engine and leave nothing behind."""
+
+    def sample(self) -> en.DeviceSampled:
+        """Read the device."""
+
+
+def engines_for(where: DeviceSettings, device: Device, report: Callable[[Event], None]) -> Engines:
+    """Return the engines that the configuration names.
+
+    Raises:
+        ConfigError: there is no such kind of engine.
+    """
+    if where.engine == "emulated":
+        token_ids, eos_id = standin.vocab_slice()
+        gpu = EmulatedGpu(
+            device, elastic_kv=where.elastic_kv, vocab=VocabSlice(token_ids=token_ids, eos_id=eos_id)
+        )
+        return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report)
+    if where.engine == "vllm":
+        return VllmEngines(python=where.vllm_python, run_dir=Path(where.run_dir), report=report)
+    raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")
+
+
+async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, stop: asyncio.Event) -> bool:
+    """Run until told to stop; returns whether all went well."""
+    device = device_for(where.gpu_type)
+    shell = Shell(LOCAL, common.id, common)
+    engines = engines_for(where, device, shell.heard)
+    core = LocalSchedCore(shell.ident, where.host, where.engine, device, settings, now_ms())
+    await shell.open()
+    sampler = None
+    try:
+        await engines.start()
+        orders = (en.LoadEngine, en.UnloadEngine, en.RunRequest, en.StopRequest, en.SetPlan, en.SetClock)
+        await shell.start(core, dict.fromkeys(orders, engines.perform))
+        await shell.restore()
+        sampler = asyncio.create_task(_sample(shell, engines))
+        return await wait_for_stop(shell, stop)
+    finally:
+        if sampler is not None:
+            sampler.cancel()
+        await engines.close()
+        await shell.close()
+
+
+async def _sample(shell: Shell, engines: Engines) -> None:
+    """Read the device regularly: for the summary, and for the metrics."""
+    while True:
+        reading = engines.sample()
+        shell.heard(reading)
+        shell.metrics.show("used_bytes", {}, reading.used_bytes)
+        if reading.power_w is not None and reading.energy_j is not None:
+            shell.metrics.show("power_w", {}, reading.power_w)
+            shell.metrics.show("energy_j", {}, reading.energy_j)
+        await asyncio.sleep(SAMPLE_PERIOD_S)
+
+
+def main() -> None:
+    """Entry point; the id (FESTINA_ID) is the GPU's name."""
+    common, where, settings = load(Common), load(DeviceSettings, "device"), load(LocalSettings, LOCAL)
+    run_service(common, lambda stop: serve(common, where, settings, stop))
+
+
+if __name__ == "__main__":
+    main()

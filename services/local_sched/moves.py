@@ -1,0 +1,73 @@
+"""A request moving between two GPUs: what each side has promised, and until when (3.5, F).
+
+A migrator drives both sides by messages; `Moves` keeps the records and `services/local_sched/transfer.py`
+acts on them. A side that hears nothing more goes back to what was before: the source after the time to
+live, the destination after twice that, so that a late commit finds the request on at least one of them.
+"""
+
+from dataclasses import dataclass, field
+
+from shared.model import Request
+
+SOURCE, DESTINATION = "source", "destination"
+
+
+@dataclass
+class Transfer:
+    """One side of one move.
+
+    Args:
+        side: ``source`` or ``destination``.
+        heard_ms: when the migrator was last heard of it.
+        migrator, source: who drives the move, and from which GPU; at the destination, as is all that follows.
+        credit_bytes: what was promised.
+        request: what was adopted, at `adopted_ms`.
+        committed: it is done; kept a while only to answer a repeat.
+    """
+
+    side: str
+    request_id: str
+    model: str
+    heard_ms: float
+    migrator: str = ""
+    source: str = ""
+    credit_bytes: int = 0
+    request: Request | None = None
+    predicted_output_tokens: int = 0
+    adopted_ms: float = 0.0
+    committed: bool = False
+
+
+@dataclass
+class Moves:
+    """The moves this GPU takes part in, by move id."""
+
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+
+    def of_request(self, request_id: str) -> list[str]:
+        """Return the ids of the unfinished moves of a request."""
+        return [m for m, t in self.transfers.items() if t.request_id == request_id and not t.committed]
+
+    def expected(self, model: str) -> bool:
+        """Say whether a request of this model may still arrive here by a move."""
+        return any(
+            t.model == model and t.side == DESTINATION and not t.committed for t in self.transfers.values()
+        )
+
+    def expired(self, now_ms: float, ttl_ms: float) -> list[str]:
+        """Return the ids of moves whose time to live is over at their side."""
+        return [m for m, t in self.transfers.items() if now_ms >= expiry_ms(t, ttl_ms)]
+
+    def next_expiry_ms(self, ttl_ms: float) -> float | None:
+        """Return when the next move expires here; None if there is none."""
+        return min((expiry_ms(t, ttl_ms) for t in self.transfers.values()), default=None)
+
+
+def expiry_ms(transfer: Transfer, ttl_ms: float) -> float:
+    """Return when a side gives up on a move it hears nothing more of."""
+    return transfer.heard_ms + (ttl_ms if transfer.side == SOURCE else 2 * ttl_ms)
+
+
+def holder(move_id: str) -> str:
+    """Return the name under which a move holds memory in the ledger."""
+    return f"move:{move_id}"

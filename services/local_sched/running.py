@@ -1,0 +1,131 @@
+"""What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
+
+from services.local_sched.admission import enqueue, prefill_alone_ms
+from services.local_sched.ends import count_end, delta_of, fail, forget, with_output
+from services.local_sched.spans import end_of, last_span, span
+from services.local_sched.state import Stage, State, Work
+from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
+from shared.events import Action, Count, TokenDelta
+
+
+def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
+    """Count what a step did and send its tokens, one message per gateway; end what has ended."""
+    engine = state.engines.get(event.model)
+    if engine is None:
+        return []
+    actions: list[Action] = []
+    deltas: list[tuple[str, TokenDelta]] = []
+    grown: list[Work] = []
+    decoded = False
+    for output in event.outputs:
+        work = engine.running.get(output.request_id)
+        if work is None:
+            continue  # stopped meanwhile
+        decoded = decoded or work.decoding
+        first_seq = work.output_count
+        actions += _count_output(state, now_ms, work, output)
+        end = None
+        if output.finish_reason:
+            end = end_of(state, now_ms, work, output.finish_reason, output.error)
+            actions += last_span(state, now_ms, work, output.error)
+            actions += count_end(work, output.finish_reason)
+            forget(state, now_ms, work)
+        elif output.token_ids:
+            grown.append(work)
+        if output.token_ids or end:
+            deltas.append((work.request.gateway, delta_of(work, first_seq, output.token_ids, end)))
+    if decoded:
+        smoothed_ms = engine.step_ms or event.duration_ms
+        engine.step_ms = smoothed_ms + 0.2 * (event.duration_ms - smoothed_ms)
+    for work in grown:
+        if work.stage is Stage.RUNNING:  # it may have made room for one before it
+            actions += _grow(state, now_ms, work)
+    tokens = sum(len(delta.token_ids) for _, delta in deltas)
+    if tokens:
+        actions.append(Count(name="tokens", labels={"model": event.model}, value=tokens))
+    return [*state.outbox.send(now_ms, deltas), *actions]
+
+
+def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -> list[Action]:
+    """Add one step's result to a request; its first token ends its prefill."""
+    work.prefilled_tokens += output.prefilled_tokens
+    if work.energy_j is not None:
+        work.energy_j = None if output.energy_j is None else work.energy_j + output.energy_j
+    if not output.token_ids:
+        return []
+    work.tokens.extend(output.token_ids)
+    work.run_tokens += len(output.token_ids)
+    work.last_ms = now_ms
+    if work.run_first_ms is not None:
+        return []
+    work.run_first_ms = now_ms
+    state.work_changed = state.summary_due = True
+    if work.first_ms is not None:
+        return []
+    actions = span(state, now_ms, work, "local.prefill", work.given_ms)
+    work.first_ms = now_ms
+    return actions
+
+
+def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
+    """Extend the reservation of a request that is about to outgrow it; evict others if need be (3.4)."""
+    request = work.request
+    needed = work.context_tokens + 1
+    if state.ledger.held_tokens(request.model, request.request_id) >= needed:
+        return []
+    for tokens in (max(needed, work.wanted_tokens(state.settings.margin)), needed):
+        if state.ledger.reserve(request.model, request.request_id, tokens):
+            return []
+    work.urgent = True
+    actions: list[Action] = []
+    while not state.ledger.reserve(request.model, request.request_id, needed):
+        victim = _victim(state, work)
+        if victim is None:
+            reason = f"out of memory: {needed} tokens of KV do not fit on {state.gpu}"
+            return [*actions, *fail(state, now_ms, [work], reason)]
+        actions += _evict(state, now_ms, victim)
+    return actions
+
+
+def out_of_memory(state: State, now_ms: float, event: OutOfMemory) -> list[Action]:
+    """Make room for a request that the device had no memory for, by evicting another (3.4).
+
+    The ledger should have kept this from happening; when it did not, the device is right.
+    """
+    engine = state.engines.get(event.model)
+    work = engine.running.get(event.request_id) if engine else None
+    if work is None or now_ms - state.evicted_ms < state.settings.oom_grace_ms:
+        return []
+    work.urgent = True
+    victim = _victim(state, work)
+    if victim is None:
+        reason = f"out of memory: {state.gpu} has no memory for its next token and nothing to evict"
+        return fail(state, now_ms, [work], reason)
+    return _evict(state, now_ms, victim)
+
+
+def _victim(state: State, spared: Work) -> Work | None:
+    """Return the running request whose eviction costs least to compute again, in the same memory."""
+    running = (
+        work
+        for model in state.ledger.domain(spared.request.model)
+        for work in state.engines[model].running.values()
+        if work is not spared
+    )
+    return min(running, key=lambda w: (w.urgent, w.context_tokens, w.request.request_id), default=None)
+
+
+def _evict(state: State, now_ms: float, work: Work) -> list[Action]:
+    """Put a running request back into the queue; it goes on from the tokens that it has."""
+    request = work.request
+    del state.engines[request.model].running[request.request_id]
+    state.ledger.release(request.model, request.request_id)
+    work.request = with_output(work)
+    work.tokens, work.prefilled_tokens, work.run_tokens = [], 0, 0
+    work.run_ms = work.run_first_ms = None
+    work.runnable_ms, work.due_ms = now_ms, now_ms + request.objectives.ttft_ms
+    work.prefill_ms = prefill_alone_ms(state, work.request)
+    state.evicted_ms = now_ms
+    enqueue(state, work)
+    stop = StopRequest(model=request.model, request_id=request.request_id)
+    return [stop, Count(name="evictions", labels={"model": request.model})]

@@ -1,0 +1,62 @@
+"""Settings of a GPU's local scheduler: every number it decides by, with its source."""
+
+import msgspec
+
+
+class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a local scheduler can be told (3.4; numbers in parentheses point into docs/decisions.md).
+
+    Args:
+        heartbeat_ms: a summary is sent at least this often; its key expires after three.
+        summary_interval_ms: least time between two summaries, so that none is sent per engine step.
+        gateway_lease_ms: work of a gateway silent for longer is aborted.
+        max_queue: most requests waiting for memory or for a model to load; more are refused.
+        max_running: most requests in one engine at a time.
+        max_unacknowledged: most attempts whose unacknowledged tokens are kept to send again.
+        max_remembered: most ended or aborted attempts remembered, so that a late repeat does not run.
+        resend_ms: tokens unacknowledged for this long are sent again at the next heartbeat.
+        beta: weight of a prefill's age in Eq. 4; the paper's 1 (15).
+        starvation_ms: a prefill late by this long scores 1, as if it would use up all its slack (6).
+        bypass_max_ms: a request passed over for want of memory for this long lets no other past it.
+        margin: extra memory over the predicted output length; 5 % (3.2.2).
+        memory_margin: share of the device's memory never promised to anyone; 5 % (3.5).
+        kv_pool_bytes: fixed KV pool per engine; 0 leaves the pools of emulated engines elastic, as the
+            paper has them.
+        fixed_pool_share: share of the device's memory that the fixed pool of any other engine gets when
+            `kv_pool_bytes` is 0.
+        slack_headroom: share of each slack kept back for what the look-up table does not know.
+        decision_interval_ms: least time between two decisions on clock, shares and plans.
+        replan_ms: while work runs, a plan is looked at again after this long even if nothing changed.
+        clock_dwell_ms: least time between two clock switches, unless a deadline is at risk (25).
+        clock_min_gain: a lower clock must save at least this share of the energy to be worth a switch (25).
+        fixed_clock_mhz: pins the clock; None lets the sweep choose it.
+        considered_prefills: most prefills per engine, earliest deadlines first, that the sweep weighs.
+        move_ttl_ms: a source takes a request back, and (twice this) a destination drops it, without news.
+        oom_grace_ms: a device that says it is out of memory this soon after an eviction is not believed: the
+            order to evict may still be on its way.
+    """
+
+    heartbeat_ms: float = 500.0
+    summary_interval_ms: float = 20.0
+    gateway_lease_ms: float = 5_000.0
+    max_queue: int = 512
+    max_running: int = 256
+    max_unacknowledged: int = 4096
+    max_remembered: int = 8192
+    resend_ms: float = 3_000.0
+    beta: float = 1.0
+    starvation_ms: float = 10_000.0
+    bypass_max_ms: float = 2_000.0
+    margin: float = 0.05
+    memory_margin: float = 0.05
+    kv_pool_bytes: int = 0
+    fixed_pool_share: float = 0.25
+    slack_headroom: float = 0.15
+    decision_interval_ms: float = 5.0
+    replan_ms: float = 100.0
+    clock_dwell_ms: float = 200.0
+    clock_min_gain: float = 0.02
+    fixed_clock_mhz: int | None = None
+    considered_prefills: int = 16
+    move_ttl_ms: float = 5_000.0
+    oom_grace_ms: float = 20.0

@@ -1,0 +1,198 @@
+"""All that one GPU's local scheduler knows: its engines, the requests on it, memory, clock and promises."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.local_sched.ledger import Ledger
+from services.local_sched.moves import Moves
+from services.local_sched.outbox import Outbox
+from services.local_sched.settings import LocalSettings
+from shared.lut import Lut
+from shared.model import ModelSpec, Plan, Request
+from shared.silicon import Device
+
+GROWTH_TOKENS = 64
+"""A request that outgrows its reservation asks for this much more at a time, if that fits."""
+
+
+class Stage(Enum):
+    """Where a request is: waiting in the queue, given to its engine, or held still for a move."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    HELD = "held"
+
+
+@dataclass
+class Work:
+    """One attempt on this GPU.
+
+    Args:
+        request: as it would be given to an engine; rewritten with the tokens so far when it leaves one.
+        arrived_ms: when it came to this GPU.
+        runnable_ms: since when it waits: its arrival, or its last eviction.
+        due_ms: deadline of the first token of its present run.
+        prefill_ms: profiled time of its prefill, for Eq. 4.
+        tokens: output since `request` was last rewritten.
+        prefilled_tokens: prompt tokens computed in its present run.
+        run_ms, run_first_ms: start and first token of its present run; None before.
+        given_ms, first_ms, last_ms: start of its first run, and its first and latest token here.
+        passed_over_ms: since when it is passed over for want of memory.
+        urgent: it outgrew its reservation and goes first (3.4, mispredictions).
+    """
+
+    request: Request
+    predicted_output_tokens: int
+    arrived_ms: float
+    runnable_ms: float
+    due_ms: float
+    prefill_ms: float
+    energy_j: float | None
+    stage: Stage = Stage.QUEUED
+    tokens: list[int] = field(default_factory=list)
+    prefilled_tokens: int = 0
+    run_ms: float | None = None
+    run_first_ms: float | None = None
+    run_tokens: int = 0
+    given_ms: float | None = None
+    first_ms: float | None = None
+    last_ms: float | None = None
+    passed_over_ms: float | None = None
+    urgent: bool = False
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return self.request.context_tokens + len(self.tokens)
+
+    @property
+    def output_count(self) -> int:
+        """Output tokens so far, earlier attempts included: the index of the next one."""
+        return len(self.request.output_tokens) + len(self.tokens)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its present run has made a token."""
+        return self.run_first_ms is not None
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens still expected, at least one."""
+        return max(1, min(self.request.max_tokens, self.predicted_output_tokens) - self.output_count)
+
+    def wanted_tokens(self, margin: float) -> int:
+        """Return the tokens to reserve KV for: prompt and predicted output with its margin (3.2.2).
+
+        One that has outgrown its prediction gets `GROWTH_TOKENS` more, so that it does not at once outgrow that.
+        """
+        output = math.ceil(self.predicted_output_tokens * (1.0 + margin))
+        if output <= self.output_count:
+            output = self.output_count + GROWTH_TOKENS
+        return len(self.request.prompt_tokens) + min(self.request.max_tokens, output)
+
+    def step_budget_ms(self, headroom: float) -> float:
+        """Return how long its next decode step may take so that its mean TBT is kept.
+
+        A request on pace has one TBT, one ahead no more than that (the room is kept for a stall), and one
+        behind what is left, but at least half a TBT: one late token is not worth any clock.
+        """
+        assert self.run_first_ms is not None and self.last_ms is not None
+        tbt_ms = self.request.objectives.tbt_ms
+        left_ms = self.run_first_ms + tbt_ms * self.run_tokens - self.last_ms
+        return (1.0 - headroom) * min(tbt_ms, max(left_ms, tbt_ms / 2))
+
+
+@dataclass
+class Engine:
+    """One model on this GPU. `state` and `reason` are those of its summary.
+
+    Args:
+        running: requests given to it, in that order, by id.
+        used_ms: when it last had work, or became ready.
+        plan: the plan in force, None before the first.
+        step_ms: smoothed time of its decode steps; 0 before the first.
+        load_again: it is to be loaded again as soon as it is unloaded.
+    """
+
+    spec: ModelSpec
+    lut: Lut
+    used_ms: float
+    state: str = "loading"
+    reason: str = ""
+    running: dict[str, Work] = field(default_factory=dict)
+    plan: Plan | None = None
+    step_ms: float = 0.0
+    load_again: bool = False
+
+
+@dataclass
+class State:
+    """Everything, with one owner: `LocalSchedCore`. The modules beside it are functions over it.
+
+    Args:
+        works: every live attempt by request id; `queue` holds those that wait.
+        gone: highest attempt per request that ended, was aborted or was moved away; bounded, oldest first.
+        gateways: when each gateway was last heard.
+        admitted_through: by scheduler, the last dispatch number seen.
+        asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
+        work_changed: the set of running work changed since the last decision.
+        admit_due: something changed that may let a waiting request start.
+        summary_due: something changed that the summary tells.
+    """
+
+    gpu: str
+    host: str
+    engine_kind: str
+    device: Device
+    settings: LocalSettings
+    started_ms: float
+    lut_for: Callable[[Device, ModelSpec], Lut]
+    ledger: Ledger
+    outbox: Outbox
+    clock_mhz: int
+    moves: Moves = field(default_factory=Moves)
+    engines: dict[str, Engine] = field(default_factory=dict)
+    works: dict[str, Work] = field(default_factory=dict)
+    queue: dict[str, Work] = field(default_factory=dict)
+    gone: dict[str, int] = field(default_factory=dict)
+    gateways: dict[str, float] = field(default_factory=dict)
+    admitted_through: dict[str, int] = field(default_factory=dict)
+    luts: dict[str, Lut] = field(default_factory=dict)
+    order_version: int = -1
+    placement_version: int = -1
+    draining: bool = False
+    bus_lost: bool = False
+    asked_mhz: int | None = None
+    switched_ms: float = -math.inf
+    evicted_ms: float = -math.inf
+    decided_ms: float = -math.inf
+    next_plan_id: int = 1
+    seq: int = 0
+    summarized_ms: float = -math.inf
+    heartbeat_ms: float = -math.inf
+    device_state: str = "cold"
+    power_w: float | None = None
+    energy_j: float | None = None
+    work_changed: bool = False
+    admit_due: bool = False
+    summary_due: bool = True
+
+    def lut(self, spec: ModelSpec) -> Lut:
+        """Return the look-up table of a model on this device, built once per specification."""
+        found = self.luts.get(spec.name)
+        if found is None or found.model != spec:
+            found = self.luts[spec.name] = self.lut_for(self.device, spec)
+        return found
+
+    def changed(self) -> None:
+        """Note that work started, ended or moved on: look at queue, plans and summary again."""
+        self.work_changed = self.admit_due = self.summary_due = True
+
+    def remember(self, request_id: str, attempt: int) -> None:
+        """Note that this attempt, and every lower one, is never to run here again."""
+        highest = max(attempt, self.gone.pop(request_id, 0))
+        self.gone[request_id] = highest
+        if len(self.gone) > self.settings.max_remembered:
+            del self.gone[next(iter(self.gone))]

@@ -1,0 +1,76 @@
+"""The process that holds one vLLM engine: ``python -m services.local_sched.vllm_ext.host --fd N``.
+
+The engine lives in this very process and the main thread steps it, so a step is reported with exactly the
+plan it ran under, and there is no further process that could be left behind. A second thread only takes
+orders off the socket `N`. When the local scheduler closes its end, or dies, this process ends at once,
+whatever it is doing: that is how an engine is unloaded.
+"""
+
+import argparse
+import os
+import queue
+import socket
+import threading
+import time
+
+from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, decode_order, frame
+from shared.engine import EngineEnded, LoadEngine
+
+MAX_ORDERS = 4096
+"""Orders taken off the socket but not yet obeyed; beyond that the socket fills and the sender waits."""
+
+RETRY_S = 0.005
+"""Pause after a step that could run nothing, such as while a grammar is still being compiled."""
+
+
+def main() -> None:
+    """Serve one engine to the local scheduler at the other end of an inherited socket."""
+    parser = argparse.ArgumentParser(prog="host", description=main.__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="number of the socket")
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    orders: queue.Queue[EngineOrder] = queue.Queue(MAX_ORDERS)
+    threading.Thread(target=_receive, args=(connection, orders), daemon=True).start()
+    load = orders.get()
+    assert isinstance(load, LoadEngine), "an engine's first order is to load"
+    try:
+        _serve(connection, orders, load)
+    except Exception as error:
+        connection.sendall(
+            frame(EngineEnded(model=load.model.name, reason=f"{type(error).__name__}: {error}"))
+        )
+        raise
+
+
+def _receive(connection: socket.socket, orders: "queue.Queue[EngineOrder]") -> None:
+    """Pass orders on as they come; the end of the stream ends the process."""
+    try:
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                (length,) = HEADER.unpack(header)
+                orders.put(decode_order(stream.read(length)))
+    finally:
+        os._exit(0)
+
+
+def _serve(connection: socket.socket, orders: "queue.Queue[EngineOrder]", load: LoadEngine) -> None:
+    """Load the engine, then obey orders and make steps for as long as the process lives."""
+    started = time.perf_counter()
+    from services.local_sched.vllm_ext.served import (
+        ServedModel,
+    )  # importing vLLM takes seconds, part of the load
+
+    served = ServedModel(load)
+    connection.sendall(frame(served.ready(load_ms=(time.perf_counter() - started) * 1000)))
+    while True:
+        while not orders.empty() or not served.has_runnable():
+            for report in served.obey(orders.get()):
+                connection.sendall(frame(report))
+        reports = list(served.step())
+        for report in reports:
+            connection.sendall(frame(report))
+        if not reports and served.has_runnable():
+            time.sleep(RETRY_S)
+
+
+if __name__ == "__main__":
+    main()

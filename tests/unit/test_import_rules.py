@@ -1,0 +1,140 @@
+"""The import rules of docs/architecture.md, section 3, held by reading the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = ("gateway", "global_sched", "local_sched", "consolidator", "migrator")
+
+# Files that do I/O; every other file below shared/ and services/ is pure.
+SHELL_FILES = {
+    "shared/bus.py",
+    "shared/catalog.py",
+    "shared/clock.py",
+    "shared/config.py",
+    "shared/metrics.py",
+    "shared/runtime.py",
+    "shared/standin/__init__.py",
+    "shared/store.py",
+    "shared/tracing.py",
+    "services/cli.py",
+    "services/pool.py",
+    "services/supervise.py",
+    "services/up.py",
+    *(f"services/{name}/main.py" for name in SERVICES),
+    "services/gateway/admin.py",
+    "services/gateway/api.py",
+    "services/gateway/auth.py",
+    "services/gateway/service.py",
+    "services/gateway/streams.py",
+    "services/gateway/tokenizers.py",
+    "services/local_sched/engine_emulated.py",
+    "services/local_sched/engine_vllm.py",
+    "services/local_sched/vllm_env.py",
+    "services/local_sched/vllm_ext/convert_gguf.py",
+    "services/local_sched/vllm_ext/host.py",
+    "services/local_sched/vllm_ext/scheduler.py",
+}
+PURE_STDLIB = {
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "math",
+    "re",
+    "struct",
+    "typing",
+    "zlib",
+}
+PURE_LIBRARIES = {"msgspec", "numpy", "scipy"}
+# pure code that needs a tokenizer's own decoder; it is handed one, and names only its type
+EXTRA = {"services/gateway/text.py": {"tokenizers"}}
+
+
+def sources() -> list[Path]:
+    return sorted(p for top in ("shared", "services") for p in (ROOT / top).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names of the modules a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_file(module: str) -> str | None:
+    """The file of ours that an imported name lives in, None for others' modules."""
+    parts = module.split(".")
+    for n in range(len(parts), 0, -1):
+        base = "/".join(parts[:n])
+        for candidate in (f"{base}.py", f"{base}/__init__.py"):
+            if (ROOT / candidate).is_file():
+                return candidate
+    return None
+
+
+@pytest.mark.parametrize("path", [p for p in sources() if name_of(p) not in SHELL_FILES], ids=name_of)
+def test_pure_files_import_only_what_cannot_do_io(path: Path) -> None:
+    allowed = PURE_STDLIB | PURE_LIBRARIES | EXTRA.get(name_of(path), set())
+    for module in imports_of(path):
+        top = module.split(".")[0]
+        if top in ("shared", "services"):
+            target = module_file(module)
+            assert target not in SHELL_FILES, f"{name_of(path)} is pure and imports {target}"
+        else:
+            assert top in allowed, f"{name_of(path)} is pure and imports {module}"
+            assert not module.startswith("numpy.random")
+
+
+@pytest.mark.parametrize("path", [p for p in sources() if name_of(p) not in SHELL_FILES], ids=name_of)
+def test_pure_files_do_not_open_print_or_ask(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"open", "print", "input", "exec", "eval"}, f"{name_of(path)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_service_imports_another(service: str) -> None:
+    others = {f"services.{name}" for name in SERVICES if name != service}
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        for module in imports_of(path):
+            assert not any(module == o or module.startswith(o + ".") for o in others), f"{name_of(path)}: {module}"
+
+
+def test_engine_and_web_libraries_stay_where_they_belong() -> None:
+    for path in sources():
+        where = name_of(path)
+        for module in imports_of(path):
+            top = module.split(".")[0]
+            if top in {"vllm", "torch", "pynvml"}:
+                assert where.startswith("services/local_sched/"), f"{where} imports {module}"
+            if top in {"fastapi", "starlette", "uvicorn"}:
+                assert where.startswith("services/gateway/"), f"{where} imports {module}"
+            if where.startswith("services/local_sched/vllm_ext/"):
+                ours = module_file(module)
+                inside = ours is None or ours.startswith(("shared/", "services/local_sched/vllm_ext/"))
+                assert inside or ours in {"services/__init__.py", "services/local_sched/__init__.py"}, where
+
+
+def test_shared_imports_no_service() -> None:
+    for path in (ROOT / "shared").rglob("*.py"):
+        for module in imports_of(path):
+            assert not module.startswith("services"), f"{name_of(path)}: {module}"
+
+
+def test_the_list_of_shell_files_names_only_files_that_exist() -> None:
+    assert sorted(f for f in SHELL_FILES if not (ROOT / f).is_file()) == []

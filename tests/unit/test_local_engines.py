@@ -1,0 +1,147 @@
+"""The local scheduler's core: loading, unloading, and engines that die."""
+
+from local_bench import MODEL, OTHER, Bench, deltas, of, request, sent
+
+from shared import engine as en
+from shared import events as ev
+from shared.catalog import emulated_models
+from shared.silicon import DEVICES
+
+
+def load(model=MODEL, version=1):
+    return ev.Load(model=model, placement_version=version)
+
+
+def unload(version=2, if_idle_ms=0.0):
+    return ev.Unload(model=MODEL.name, placement_version=version, if_idle_ms=if_idle_ms)
+
+
+def ready(model=MODEL):
+    return en.EngineReady(model=model.name, kv_pool_bytes=0, block_tokens=16, load_ms=1.0)
+
+
+def test_load_is_idempotent_and_a_request_waits_for_it():
+    bench = Bench()
+    assert of(bench.do(load()), en.LoadEngine) == [en.LoadEngine(model=MODEL)]
+    assert of(bench.do(load()), en.Order) == []
+    assert bench.engine().state == "loading"
+    assert of(bench.submit(request()), en.RunRequest) == []
+    assert len(of(bench.do(ready()), en.RunRequest)) == 1
+    assert of(bench.do(load()), en.Order) == []
+
+
+def test_orders_older_than_one_seen_are_dropped():
+    bench = Bench()
+    bench.do(load(OTHER, 5))
+    assert of(bench.do(load(MODEL, 4)), en.Order) == []
+    assert of(bench.do(load(MODEL, 5)), en.LoadEngine)
+    bench.do(ready())
+    assert of(bench.do(unload(4)), en.Order) == []
+    assert of(bench.do(unload(5)), en.UnloadEngine)
+
+
+def test_weights_that_do_not_fit_fail_with_a_reason():
+    bench = Bench(memory_margin=0.95)  # 4 GB
+    assert of(bench.do(load()), en.Order) == []
+    engine = bench.engine()
+    assert engine.state == "failed" and "has 40" in engine.reason
+    bench.state.ledger.capacity_bytes *= 10
+    assert of(bench.do(load()), en.LoadEngine)  # the order is repeated, and now it fits
+
+
+def test_a_model_for_another_kind_of_engine_fails():
+    bench = Bench(kind="vllm", device=DEVICES["cpu"])
+    bench.do(load())
+    assert "needs a emulated engine" in bench.engine().reason
+
+
+def test_a_fixed_pool_is_ordered_and_has_the_size_that_the_engine_says():
+    bench = Bench(kv_pool_bytes=10**9)
+    (order,) = of(bench.do(load()), en.LoadEngine)
+    assert order.kv_pool_bytes == 10**9
+    bench.do(en.EngineReady(model=MODEL.name, kv_pool_bytes=9 * 10**8, block_tokens=32, load_ms=1.0))
+    assert bench.engine().free_kv_bytes == 9 * 10**8
+    bench.submit(request(prompt=100), predicted=20)
+    assert bench.engine().free_kv_bytes == 9 * 10**8 - 4 * 32 * MODEL.kv_bytes_per_token
+
+
+def test_unload_waits_for_work_and_for_idleness():
+    bench = Bench(models=[MODEL])
+    bench.submit(request())
+    assert of(bench.do(unload()), en.Order) == []  # it runs
+    bench.token("r1", finish="stop")
+    assert of(bench.do(unload(if_idle_ms=1_000.0), 500.0), en.Order) == []  # used 500 ms ago
+    assert 0.0 < bench.engine().idle_ms <= 1_100.0
+    assert of(bench.do(unload(if_idle_ms=1_000.0), 600.0), en.UnloadEngine)
+    assert bench.engine().state == "unloading"
+    (refused,) = sent(bench.submit(request("r2")), ev.Refused)
+    assert "unloading" in refused.reason
+    bench.do(en.EngineEnded(model=MODEL.name))
+    assert bench.engine() is None and bench.state.ledger.pools == {}
+
+
+def test_a_model_is_not_unloaded_while_a_move_to_it_is_promised():
+    bench = Bench(models=[MODEL])
+    bench.do(ev.Reserve(move_id="m", request_id="r", model=MODEL.name, migrator="host0", context_tokens=10))
+    assert of(bench.do(unload()), en.Order) == []
+    bench.do(ev.AbortMove(move_id="m", reason=""))
+    assert of(bench.do(unload()), en.UnloadEngine)
+
+
+def test_unloaded_before_it_was_ready_and_loaded_again_while_it_unloads():
+    bench = Bench()
+    bench.do(load())
+    assert of(bench.do(unload(2)), en.UnloadEngine)
+    bench.do(ready())
+    assert bench.engine().state == "unloading"
+    assert of(bench.do(load(MODEL, 3)), en.Order) == []
+    assert of(bench.do(en.EngineEnded(model=MODEL.name)), en.LoadEngine)
+    bench.do(ready())
+    assert bench.engine().state == "ready"
+
+
+def test_requests_of_a_dead_engine_end_with_an_error_and_may_come_again():
+    bench = Bench(models=[MODEL, OTHER])
+    bench.submit(request("r1"))
+    bench.submit(request("r2", gateway="g2"))
+    bench.submit(request("r3", model=OTHER.name))
+    bench.token("r1")
+    done = bench.do(en.EngineEnded(model=MODEL.name, reason="signal 9"))
+    ends = {delta.request_id: delta for delta in deltas(done)}
+    assert set(ends) == {"r1", "r2"} and ends["r1"].first_seq == 1
+    assert ends["r2"].end.finish_reason == "error" and ends["r2"].end.error == "engine died: signal 9"
+    assert of(done, en.StopRequest) == []
+    engine = bench.engine()
+    assert engine.state == "failed" and engine.reason == "engine died: signal 9"
+    assert list(bench.state.works) == ["r3"]
+    assert of(bench.do(load()), en.LoadEngine)
+    bench.do(ready())
+    assert of(bench.submit(request("r1", attempt=2, output_tokens=(7,))), en.RunRequest)
+
+
+def test_an_engine_that_never_started_fails_what_waits_for_it():
+    bench = Bench()
+    bench.do(load())
+    bench.submit(request())
+    (delta,) = deltas(bench.do(en.EngineEnded(model=MODEL.name, reason="no weights")))
+    assert delta.end.error == "engine died: no weights" and delta.end.decode_ms == 0.0
+
+
+def test_without_a_meter_there_is_no_energy():
+    cpu = DEVICES["cpu"]
+    small = emulated_models(1)[0].__class__(
+        name="tiny", engine="vllm", params=10**8, layers=12, hidden=768, heads=12, kv_heads=3, head_dim=64,
+        weight_bytes=2 * 10**8, kv_bytes_per_token=9216,
+    )  # fmt: skip
+    bench = Bench(device=cpu, kind="vllm")
+    (order,) = of(bench.do(load(small)), en.LoadEngine)
+    assert order.kv_pool_bytes == int(0.25 * int(0.95 * cpu.total_bytes))
+    pool_bytes = order.kv_pool_bytes
+    bench.do(en.EngineReady(model="tiny", kv_pool_bytes=pool_bytes, block_tokens=16, load_ms=1.0))
+    bench.submit(request(model="tiny"))
+    bench.wait(10.0)
+    bench.token("r1", model="tiny", energy_j=None)
+    (delta,) = deltas(bench.token("r1", model="tiny", finish="stop", energy_j=None))
+    assert delta.end.energy_j is None and delta.end.energy_source == "no meter on this device"
+    assert of(bench.actions, en.SetClock) == []
+    assert of(bench.actions, en.SetPlan)[0].plan.sm_share_pct == 100

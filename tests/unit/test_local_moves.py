@@ -1,0 +1,178 @@
+"""The local scheduler's core: both sides of a request's move."""
+
+from local_bench import MODEL, Bench, of, request, sent
+
+from shared import engine as en
+from shared import events as ev
+
+
+def reserve(context_tokens=100, move_id="m"):
+    return ev.Reserve(
+        move_id=move_id, request_id="r1", model=MODEL.name, migrator="host0", context_tokens=context_tokens
+    )
+
+
+def adopt(asked=None, move_id="m"):
+    return ev.Adopt(
+        move_id=move_id,
+        request=asked or request(),
+        predicted_output_tokens=20,
+        migrator="host0",
+        source="gpu9",
+    )
+
+
+def release(request_id="r1", model="", move_id="m"):
+    return ev.Release(move_id=move_id, request_id=request_id, migrator="host0", model=model)
+
+
+COMMIT, ABORT = ev.CommitMove(move_id="m"), ev.AbortMove(move_id="m", reason="")
+
+
+def source(*request_ids):
+    """A GPU where requests wait for their model to load."""
+    bench = Bench()
+    bench.do(ev.Load(model=MODEL, placement_version=1))
+    for request_id in request_ids or ("r1",):
+        bench.submit(request(request_id, waited_ms=30.0))
+    return bench
+
+
+def load_ends(bench):
+    return bench.do(en.EngineReady(model=MODEL.name, kv_pool_bytes=0, block_tokens=16, load_ms=1.0))
+
+
+def holders(bench):
+    return bench.state.ledger.pools[MODEL.name].holders
+
+
+def test_destination_reserves_adopts_and_starts():
+    bench = Bench(models=[MODEL])
+    for _ in range(2):
+        (granted,) = sent(bench.do(reserve()), ev.Granted)
+        assert granted.credit_bytes == 7 * 16 * MODEL.kv_bytes_per_token  # 101 tokens
+        assert holders(bench) == {"move:m": 7}
+    for _ in range(2):
+        assert sent(bench.do(adopt()), ev.Adopted) == [ev.Adopted(move_id="m")]
+    assert bench.state.works == {}
+    done = bench.do(COMMIT, 40.0)
+    assert sent(done, ev.Moved) == [ev.Moved(request_id="r1", attempt=1, source="gpu9", destination="gpu0")]
+    assert sent(done, ev.Adopted) == [ev.Adopted(move_id="m", started=True)]
+    (run,) = of(done, en.RunRequest)
+    assert run.request.waited_ms == 40.0
+    again = bench.do(COMMIT)
+    assert sent(again, ev.Moved) and sent(again, ev.Adopted)[0].started and not of(again, en.RunRequest)
+    bench.do(ABORT)
+    assert list(bench.state.works) == ["r1"] and list(holders(bench)) == ["r1"]
+    bench.token("r1", finish="stop")
+    assert holders(bench) == {}
+
+
+def test_destination_says_why_it_grants_nothing():
+    bench = Bench()
+    (granted,) = sent(bench.do(reserve()), ev.Granted)
+    assert granted.credit_bytes == 0 and "not loaded" in granted.reason
+    bench = Bench(models=[MODEL])
+    (granted,) = sent(bench.do(reserve(10**9)), ev.Granted)
+    assert granted.credit_bytes == 0 and "no memory" in granted.reason
+    assert bench.state.moves.transfers == {}
+
+
+def test_destination_gives_back_what_it_promised():
+    for ending in (ABORT, ev.Abort(request_id="r1", attempt=1, reason="")):
+        bench = Bench(models=[MODEL])
+        bench.do(reserve())
+        bench.do(adopt())
+        bench.do(ending)
+        assert holders(bench) == {} and bench.state.moves.transfers == {}
+        assert sent(bench.do(COMMIT), ev.Moved) == [] and bench.state.works == {}
+
+
+def test_source_hands_out_a_waiting_request_and_forgets_it():
+    bench = source()
+    bench.now_ms += 50.0
+    for _ in range(2):
+        (released,) = sent(bench.do(release()), ev.Released)
+        assert released.request.waited_ms == 80.0 and released.predicted_output_tokens == 20
+    assert of(load_ends(bench), en.RunRequest) == []  # held still
+    bench.do(COMMIT)
+    assert bench.state.works == {} and bench.state.moves.transfers == {}
+    assert of(bench.submit(request()), en.RunRequest) == []  # a late repeat
+
+
+def test_source_releases_nothing_that_has_started_or_is_unknown():
+    bench = Bench(models=[MODEL])
+    bench.submit(request())
+    for request_id in ("r1", "nobody"):
+        (released,) = sent(bench.do(release(request_id)), ev.Released)
+        assert released.request is None
+    assert list(bench.state.works) == ["r1"] and bench.state.moves.transfers == {}
+
+
+def test_source_gives_out_any_waiting_request_of_the_model_once():
+    bench = source("r1", "r2")
+    given = []
+    for move_id in ("m1", "m2", "m3", "m1"):
+        done = bench.do(release("*", MODEL.name, move_id))
+        (released,) = sent(done, ev.Released)
+        given.append(released.request and released.request.request_id)
+    assert given == ["r1", "r2", None, "r1"]
+
+
+def test_source_goes_on_after_an_abort_or_silence():
+    bench = source()
+    bench.do(release())
+    bench.do(ABORT)
+    assert list(bench.state.queue) == ["r1"]
+    bench.do(release())
+    bench.do(ev.GatewayAlive(gateway="g1"), 4_000.0)
+    bench.wait(990.0)
+    assert bench.state.queue == {}
+    bench.wait(20.0)
+    assert list(bench.state.queue) == ["r1"]
+    assert len(of(load_ends(bench), en.RunRequest)) == 1
+
+
+def test_destination_drops_a_move_it_hears_no_more_of_later_than_the_source():
+    bench = Bench(models=[MODEL])
+    bench.do(reserve())
+    bench.do(adopt())
+    bench.wait(5_100.0)
+    assert holders(bench)
+    bench.wait(5_000.0)
+    assert holders(bench) == {} and bench.state.moves.transfers == {}
+
+
+def test_a_request_moves_from_one_core_to_another_and_back():
+    here, there = source(), Bench(models=[MODEL])
+    (released,) = sent(here.do(release()), ev.Released)
+    there.do(reserve(released.request.context_tokens))
+    there.do(adopt(released.request))
+    there.do(COMMIT)
+    here.do(COMMIT)
+    assert list(there.state.works) == ["r1"] and here.state.works == {}
+    load_ends(here)
+    here.do(reserve(100, "m2"))
+    here.do(adopt(released.request, "m2"))
+    assert of(here.do(ev.CommitMove(move_id="m2")), en.RunRequest)
+
+
+def test_a_higher_attempt_ends_a_move():
+    bench = source()
+    bench.do(release())
+    bench.submit(request(attempt=2))
+    assert bench.state.moves.transfers == {} and bench.state.works["r1"].request.attempt == 2
+    bench.do(COMMIT)
+    assert "r1" in bench.state.works
+
+
+def test_an_engine_that_dies_takes_its_moves_along():
+    bench = Bench(models=[MODEL])
+    bench.do(reserve())
+    bench.do(adopt())
+    bench.do(en.EngineEnded(model=MODEL.name, reason="x"))
+    assert bench.state.moves.transfers == {}
+    bench = source()
+    bench.do(release())
+    bench.do(en.EngineEnded(model=MODEL.name, reason="x"))
+    assert bench.state.moves.transfers == {} and bench.state.works == {}

@@ -1,0 +1,112 @@
+"""The joint sweep over clocks and SM shares, with the numbers of Fig. 8 step 3."""
+
+import math
+
+import pytest
+
+from services.local_sched import tune
+from services.local_sched.tune import Candidate, Load, choose, proportional
+from shared.catalog import emulated_models
+from shared.lut import build
+from shared.silicon import DEVICES
+
+H100 = DEVICES["h100-80gb"]
+MODEL = emulated_models(1)[0]
+LUT = build(H100, MODEL)
+CLOCKS = [int(clock) for clock in LUT.clocks_mhz]
+FIG_8 = [  # shares of P1, D1, D2, D3
+    Candidate(900, (50, 20, 30, 20), 36.0),
+    Candidate(1100, (40, 20, 20, 20), 40.0),
+    Candidate(1300, (30, 20, 20, 20), 48.0),
+]
+
+
+def test_fig_8_step_3():
+    assert not tune.feasible(FIG_8[0])  # 120 %
+    assert sum(share or 0 for share in FIG_8[1].shares_pct) == 100
+    assert choose(FIG_8) == FIG_8[1]
+
+
+def test_no_candidate_fits():
+    assert choose([FIG_8[0], Candidate(1300, (30, None), 1.0)]) is None
+
+
+def test_the_current_clock_is_kept_while_it_may_not_switch_or_gains_too_little():
+    assert choose(FIG_8, current_mhz=1300, may_switch=False) == FIG_8[2]
+    assert choose(FIG_8, current_mhz=1300, min_gain=0.2) == FIG_8[2]  # saves 16.7 %
+    assert choose(FIG_8, current_mhz=1300, min_gain=0.1) == FIG_8[1]
+
+
+def test_a_clock_at_which_a_deadline_is_missed_is_left_at_once():
+    assert choose(FIG_8, current_mhz=900, may_switch=False) == FIG_8[1]
+
+
+def test_equal_energy_goes_to_the_lower_clock():
+    assert choose([Candidate(1300, (10,), 5.0), Candidate(1100, (20,), 5.0)]) == Candidate(1100, (20,), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("needs", "shares"),
+    [
+        ((100.0, 100.0), (50, 50)),
+        ((30.0, 60.0), (30, 70)),
+        ((100.0, 1.0), (90, 10)),
+        ((10.0,), (100,)),
+        ((1.0,) * 3, (40, 30, 30)),
+    ],
+)
+def test_proportional(needs, shares):
+    assert proportional(needs, H100.sm_sizes_pct) == shares
+
+
+def test_a_device_without_partitions_gives_each_engine_all():
+    assert proportional((3.0, 1.0), (100,)) == (100, 100)
+
+
+def test_one_decode_chooses_a_point_that_keeps_its_tbt():
+    profile = tune.profile(H100, Load(LUT, 8, 500.0, 85.0, 100.0), CLOCKS)
+    found = tune.candidates(H100, [profile], CLOCKS)
+    best = choose(found)
+    assert best is not None and best.shares_pct[0] is not None
+    assert LUT.tbt_ms(best.sm_clock_mhz, best.shares_pct[0], 8, 500.0) <= 85.0
+    assert best.sm_clock_mhz < H100.f_max_mhz  # a decode needs no top clock
+    assert best.energy_j == min(c.energy_j for c in found if tune.feasible(c))
+
+
+def test_a_tighter_prefill_needs_a_larger_share():
+    need = []
+    for slack_ms in (2000.0, 150.0):
+        profile = tune.profile(H100, Load(LUT, prefills=((2000, slack_ms),)), CLOCKS)
+        need.append(tune.least_shares(H100, [profile], 0)[0])
+    assert need[0] is not None and (need[1] is None or need[1] > need[0])
+
+
+def test_prefills_of_one_engine_queue_behind_each_other():
+    alone = float(LUT.ttft_ms(CLOCKS[-1], 100, 1000))
+    profile = tune.profile(H100, Load(LUT, prefills=((1000, 3 * alone), (1000, 3 * alone))), CLOCKS)
+    assert profile.prefill_part[-1][-1] == pytest.approx(2 / 3, rel=1e-3)
+
+
+def test_the_impossible_falls_back_to_the_highest_clock_in_proportion_to_need():
+    hopeless = tune.profile(H100, Load(LUT, prefills=((8000, 1.0),)), CLOCKS)
+    easy = tune.profile(H100, Load(LUT, 1, 100.0, 1000.0, 10.0), CLOCKS)
+    assert choose(tune.candidates(H100, [hopeless, easy], CLOCKS)) is None
+    last = tune.fallback(H100, [hopeless, easy], CLOCKS)
+    assert last.sm_clock_mhz == H100.f_max_mhz
+    assert last.shares_pct == (90, 10) and math.isnan(last.energy_j)
+
+
+def test_without_a_meter_the_fastest_wins():
+    cpu = DEVICES["cpu"]
+    lut = build(cpu, MODEL)
+    profiles = [tune.profile(cpu, Load(lut, 1, 100.0, 1e9, 2.0), [0]) for _ in range(2)]
+    best = choose(tune.candidates(cpu, profiles, [0]), budget_pct=200)
+    assert best is not None and best.shares_pct == (100, 100) and best.energy_j > 0.0
+
+
+def test_chunks_shrink_with_the_room_that_decodes_leave():
+    sizes = (256, 512, 1024, 2048)
+    for room_ms in (-1.0, 10.0, 40.0, 1e6):
+        chunk = tune.largest_chunk(LUT, 1635, 100, room_ms, 1.0, sizes)
+        fitting = [size for size in sizes if LUT.ttft_ms(1635, 100, size) <= room_ms]
+        assert chunk == max(fitting, default=256)

@@ -9,7 +9,6 @@ from pathlib import Path
 import httpx
 import msgspec
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from services.local_sched.vllm_env import prepare_model, prepare_vllm_env
@@ -109,7 +108,7 @@ class Up:
         wanted = {model.name for model in models}
         while asyncio.get_running_loop().time() < deadline:
             listed = (await self.http.get("/v1/models")).json()["data"]
-            loaded = [m for m in listed if m["id"] in wanted and m["festina"]["state"] == "ready"]
+            loaded = [m for m in listed if m["id"] in wanted and m["state"] == "ready"]
             progress.update(bar, completed=len(loaded))
             if len(loaded) == len(wanted):
                 return
@@ -148,7 +147,7 @@ class Up:
 
     async def _ready(self, name: str) -> bool:
         answer = await self.http.get(f"/v1/models/{name}")
-        return answer.status_code == 200 and answer.json()["festina"]["state"] == "ready"
+        return answer.status_code == 200 and answer.json()["state"] == "ready"
 
     async def _answers(self, path: str) -> bool:
         try:
@@ -157,16 +156,16 @@ class Up:
             return False
 
     def _announce(self) -> None:
-        model = "Qwen2.5-7B-Instruct"
-        lines = [
-            f"[bold]Festina serves on {self.url}/v1[/bold]   (logs: {self.pool.log_dir}; Ctrl-C drains and stops)",
-            "",
-            f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-            f"""  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
-            "",
-            "from openai import OpenAI",
-            f'client = OpenAI(base_url="{self.url}/v1", api_key="none")',
-            f'print(client.chat.completions.create(model="{model}",',
-            '      messages=[{"role": "user", "content": "Hello"}]).choices[0].message.content)',
-        ]
-        self.console.print(Panel("\n".join(lines).replace("[{", r"\[{"), expand=False))
+        body = '{"model": "Qwen2.5-7B-Instruct", "messages": [{"role": "user", "content": "Hello"}]}'
+        text = f"""
+Festina serves on {self.url}/v1   (API: {self.url}/docs, logs: {self.pool.log_dir}; Ctrl-C drains and stops)
+
+  curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{self.url}/v1", api_key="none")
+  answer = client.chat.completions.create(**{body})
+  print(answer.choices[0].message.content, answer.festina)
+"""
+        # no wrapping, no markup: the lines are there to be copied
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)

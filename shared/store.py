@@ -6,7 +6,6 @@ store that is away neither blocks a core nor grows a queue; they reach it in the
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -59,22 +58,20 @@ class Store:
             return False
 
     async def read(self, key: str, value_type: type[T]) -> T | None:
-        """Return the value under `key`, None if there is none."""
-        data = await self._redis.get(key)
-        return None if data is None else msgspec.msgpack.decode(_bytes(data), type=value_type)
+        """Return the value under `key`, None if there is none. Raises Unavailable."""
+        data = (await self._values([key]))[0]
+        return None if data is None else msgspec.msgpack.decode(data, type=value_type)
 
     async def read_all(self, prefix: str, value_type: type[T]) -> list[T]:
-        """Return all values whose key starts with `prefix`, in the order of their keys."""
-        keys = sorted([key async for key in self._keys(prefix)])
-        values = await self._redis.mget(keys) if keys else []
-        return [msgspec.msgpack.decode(_bytes(v), type=value_type) for v in values if v is not None]
+        """Return all values whose key starts with `prefix`, in the order of their keys. Raises Unavailable."""
+        values = await self._values(await self._keys(prefix))
+        return [msgspec.msgpack.decode(v, type=value_type) for v in values if v is not None]
 
     async def read_texts(self, prefix: str) -> dict[str, str]:
-        """Return key (without `prefix`) -> text of all plain strings under `prefix`."""
-        keys = sorted([key async for key in self._keys(prefix)])
-        values = await self._redis.mget(keys) if keys else []
-        found = zip(keys, values, strict=True)
-        return {k.decode()[len(prefix) :]: _bytes(v).decode() for k, v in found if v is not None}
+        """Return key (without `prefix`) -> text of all plain strings under `prefix`. Raises Unavailable."""
+        keys = await self._keys(prefix)
+        found = zip(keys, await self._values(keys), strict=True)
+        return {k[len(prefix) :]: v.decode() for k, v in found if v is not None}
 
     async def write_text(self, key: str, text: str) -> None:
         """Write a plain string at once."""
@@ -103,8 +100,19 @@ class Store:
             self._writer.cancel()
         await self._redis.aclose()
 
-    def _keys(self, prefix: str) -> AsyncIterator[bytes]:
-        return self._redis.scan_iter(match=prefix + "*", count=1000)
+    async def _keys(self, prefix: str) -> list[str]:
+        try:
+            return sorted([key.decode() async for key in self._redis.scan_iter(match=prefix + "*", count=1000)])
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the store is away: {error}") from error
+
+    async def _values(self, keys: list[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        try:
+            return list(await self._redis.mget(keys))  # type: ignore[arg-type]  # bytes, as decoding is off
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the store is away: {error}") from error
 
     async def _write(self) -> None:
         away = False
@@ -135,8 +143,3 @@ class Store:
         else:
             await self._redis.set(key, data, px=int(ttl_ms) or None)
 
-
-def _bytes(value: bytes | str) -> bytes:
-    """The client's types allow text; without `decode_responses` it gives bytes."""
-    assert isinstance(value, bytes)
-    return value

@@ -188,7 +188,7 @@ class RunningPool:
                 listed = httpx.get(self.url + "/v1/models", trust_env=False).json()["data"]
             except (httpx.HTTPError, json.JSONDecodeError, KeyError):
                 continue
-            missing = set(names) - {m["id"] for m in listed if m["festina"]["state"] == "ready"}
+            missing = set(names) - {m["id"] for m in listed if m["state"] == "ready"}
 
     def children(self) -> dict[int, str]:
         """Process id -> command line of every process below `festina up`."""

@@ -3,7 +3,7 @@
 import math
 
 from services.local_sched import batch
-from services.local_sched.ends import abandon, count_outcome
+from services.local_sched.ends import abandon, count_outcome, fail
 from services.local_sched.spans import span
 from services.local_sched.state import Engine, Stage, State, Work
 from shared.engine import RunRequest
@@ -108,16 +108,24 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
         if fits or state.ledger.held_tokens(model, task.key) > work.context_tokens:
             actions += _start(state, now_ms, engine, work)
             continue
+        if state.ledger.pools[model].bytes_for(wanted) > state.ledger.most_kv_bytes(model):
+            reason = f"out of memory: {wanted} tokens of KV do not fit on {state.gpu} any more"
+            actions += fail(state, now_ms, [work], reason)
+            continue
         if work.passed_over_ms is None:
             work.passed_over_ms = now_ms
-        if work.urgent or now_ms - work.passed_over_ms >= state.settings.bypass_max_ms:
+        if task.score == math.inf:
             closed.update(state.ledger.domain(model))
     return actions
 
 
 def score_of(state: State, now_ms: float, work: Work) -> float:
-    """Return how urgent the prefill of a request is (Eq. 4)."""
-    if work.urgent:
+    """Return how urgent the prefill of a request is (Eq. 4).
+
+    First of all come those that outgrew their memory, and those passed over for `bypass_max_ms`.
+    """
+    passed_over_ms = 0.0 if work.passed_over_ms is None else now_ms - work.passed_over_ms
+    if work.urgent or passed_over_ms >= state.settings.bypass_max_ms:
         return math.inf
     return batch.score(
         work.prefill_ms,

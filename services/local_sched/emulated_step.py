@@ -13,6 +13,7 @@ from shared.model import ModelSpec, Plan, Request
 from shared.silicon import (
     Device,
     StepWork,
+    CAP_ROUNDS,
     capped_clock_mhz,
     contention,
     idle_power_w,
@@ -253,9 +254,13 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         speeds = [rates(step.work, span_ms) for step, span_ms in zip(steps, spans_ms, strict=True)]
         return spans_ms, [tb_per_s for tb_per_s, _ in speeds], sum(tflop_per_s for _, tflop_per_s in speeds)
 
+    capped_mhz = clock_mhz
     spans_ms, tb_per_s, tflop_per_s = at(clock_mhz)
-    capped_mhz = capped_clock_mhz(device, clock_mhz, sum(shares), sum(tb_per_s), tflop_per_s)
-    if capped_mhz < clock_mhz:
+    for _ in range(CAP_ROUNDS):
+        asked_mhz = capped_mhz
+        capped_mhz = capped_clock_mhz(device, asked_mhz, sum(shares), sum(tb_per_s), tflop_per_s)
+        if capped_mhz == asked_mhz:
+            break
         spans_ms, tb_per_s, tflop_per_s = at(capped_mhz)
     if device.has_meter:
         device_w = float(power_w(device, capped_mhz, sum(shares), sum(tb_per_s), tflop_per_s))

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, EngineReport, decode_report, frame
 from shared.engine import (
     ClockApplied,
@@ -95,7 +97,8 @@ class VllmEngines:
         self._report = _drop
         for name in list(self._engines):
             self._unload(name)
-        await asyncio.gather(*self._lives.values())
+        if self._lives:
+            await asyncio.wait(self._lives.values())
 
     def sample(self) -> DeviceSampled:
         """Return the bytes that the engines occupy; no meter tells one process's energy from another's."""
@@ -132,6 +135,7 @@ class VllmEngines:
             engine.orders.put_nowait(order)
         except asyncio.QueueFull:
             engine.reason = f"it takes no orders: {MAX_ORDERS} are waiting"
+            del self._engines[engine.model]
             self._lives[engine].cancel()
 
     async def _live(self, engine: _Engine) -> None:
@@ -141,9 +145,9 @@ class VllmEngines:
         try:
             await self._talk(engine, log_path, child_environment(os.environ, temp_dir.name))
         except asyncio.CancelledError:
-            pass  # unloaded: the socket is closed, which is what tells the child to end
-        except OSError as error:
-            engine.reason = f"it could not be started with {self._python}: {error}"
+            pass  # unloaded or given up: the socket is closed, which is what tells the child to end
+        except (OSError, msgspec.DecodeError) as error:
+            engine.reason = f"{self._python} could not be started or understood: {error}"
         status = await _ended(engine.process) if engine.process else None
         temp_dir.cleanup()
         if self._engines.get(engine.model) is engine:
@@ -177,7 +181,7 @@ class VllmEngines:
                 pass  # killed in the middle of a report
             finally:
                 sender.cancel()
-                writer.close()
+                writer.transport.abort()
 
     def _hear(self, engine: _Engine, report: EngineReport) -> None:
         match report:

@@ -295,6 +295,15 @@ def test_a_move_changes_the_gpu_that_is_listened_to() -> None:
     assert sends(d.step(tokens("a", 1, 2)), ev.Abort)[0][0] == "a"
 
 
+def test_a_move_away_from_another_gpu_means_nothing() -> None:
+    d = Driver()
+    d.admit()
+    d.step(ev.Moved(request_id="r", attempt=1, source="b", destination="c"))
+    d.step(tokens("a", 0, 1))
+    assert only(d.step(tokens("c", 1, 2)), Deliver) == []
+    assert [to for to, _ in sends(d.step(ClientGone("r", "left")), ev.Abort)] == ["a"]
+
+
 def test_a_move_of_a_request_that_is_over_stops_the_destination() -> None:
     d = Driver()
     moved = ev.Moved(request_id="r", attempt=1, source="a", destination="b")

@@ -19,6 +19,9 @@ from shared.engine import EngineEnded, LoadEngine
 MAX_ORDERS = 4096
 """Orders taken off the socket but not yet obeyed; beyond that the socket fills and the sender waits."""
 
+MAX_REASON = 500
+"""Characters of an error that are reported; the log has the rest."""
+
 RETRY_S = 0.005
 """Pause after a step that could run nothing, such as while a grammar is still being compiled."""
 
@@ -35,9 +38,8 @@ def main() -> None:
     try:
         _serve(connection, orders, load)
     except Exception as error:
-        connection.sendall(
-            frame(EngineEnded(model=load.model.name, reason=f"{type(error).__name__}: {error}"))
-        )
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        connection.sendall(frame(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON])))
         raise
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
@@ -20,6 +21,7 @@ from shared.engine import (
     StepOutput,
     StopRequest,
 )
+from shared.errors import FestinaError
 from shared.model import ModelSpec, Request
 
 BLOCK_TOKENS = 32
@@ -32,11 +34,15 @@ class ServedModel:
     """A vLLM engine in this process, for one model.
 
     Raises:
-        FestinaError: vLLM is of another version than the one this is made for.
+        FestinaError: vLLM is of another version than the one this is made for, or the weights are not there.
     """
 
     def __init__(self, load: LoadEngine) -> None:
         check_vllm_version()
+        if not Path(load.model.weights).is_dir():
+            raise FestinaError(
+                f"{load.model.name}: its weights {load.model.weights!r} are no folder on this host."
+            )
         # On hosts with AMX, a process whose first step has a single token dies of an illegal instruction in
         # CPU attention unless it has asked the kernel for the tile registers before.
         torch.cpu._init_amx()

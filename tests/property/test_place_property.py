@@ -1,0 +1,101 @@
+"""Worst-fit placement and eviction against plain statements of what they promise."""
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.consolidator.place import IdleModel, Room, evict, need_bytes, place
+from shared.model import ModelSpec
+
+KV_BYTES = 2
+
+
+def spec(name: str, weight_bytes: int, engine: str) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        engine=engine,
+        params=1,
+        layers=1,
+        hidden=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=1,
+    )
+
+
+kinds = st.sampled_from(["emulated", "vllm"])
+model_lists = st.lists(st.tuples(st.integers(1, 30), kinds), max_size=8).map(
+    lambda rows: [spec(f"m{i}", weight, engine) for i, (weight, engine) in enumerate(rows)]
+)
+room_lists = st.lists(st.tuples(st.integers(-5, 60), kinds), max_size=5).map(
+    lambda rows: [Room(f"g{i}", engine, free) for i, (free, engine) in enumerate(rows)]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(model_lists, room_lists, st.randoms(use_true_random=False))
+def test_place_keeps_to_capacity_and_kind_and_leaves_out_only_what_has_no_room(models, rooms, random):
+    chosen = place(models, rooms, KV_BYTES)
+    room_of = {room.gpu: room for room in rooms}
+    left = {room.gpu: room.free_bytes for room in rooms}
+    for model in models:
+        if model.name in chosen:
+            assert room_of[chosen[model.name]].engine == model.engine
+            left[chosen[model.name]] -= need_bytes(model, KV_BYTES)
+    assert all(left[gpu] >= 0 for gpu in set(chosen.values()))
+    for model in models:
+        if model.name not in chosen:
+            free = [left[room.gpu] for room in rooms if room.engine == model.engine]
+            assert max(free, default=-1) < need_bytes(model, KV_BYTES)
+    random.shuffle(models)
+    random.shuffle(rooms)
+    assert place(models, rooms, KV_BYTES) == chosen
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 4))
+def test_place_balances_as_worst_fit_does(weights, gpus):
+    """With room for all, no GPU is fuller than another by more than the largest model (list scheduling)."""
+    models = [spec(f"m{i}", weight, "emulated") for i, weight in enumerate(weights)]
+    chosen = place(models, [Room(f"g{i}", "emulated", 1_000) for i in range(gpus)], KV_BYTES)
+    assert len(chosen) == len(models)
+    load = [sum(need_bytes(m, KV_BYTES) for m in models if chosen[m.name] == f"g{i}") for i in range(gpus)]
+    assert max(load) - min(load) <= max(weights) + KV_BYTES
+
+
+idle_lists = st.lists(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=4), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 50), idle_lists, st.integers(-5, 20))
+def test_evict_frees_enough_takes_the_longest_idle_and_fails_only_where_nothing_helps(need, rows, free):
+    rooms = [Room(f"g{i}", "emulated", free) for i in range(len(rows))]
+    idle = {
+        f"g{i}": [IdleModel(f"m{i}{j}", float(ms), size) for j, (ms, size) in enumerate(row)]
+        for i, row in enumerate(rows)
+    }
+    found = evict(need, rooms, idle)
+
+    def least_idle_ms(candidates):
+        return min((c.idle_ms for c in candidates), default=float("inf"))
+
+    best = (
+        None  # over all GPUs and all sets of victims: the longest that the most recently used has been idle
+    )
+    for candidates in idle.values():
+        for size in range(len(candidates) + 1):
+            for subset in combinations(candidates, size):
+                if free + sum(c.need_bytes for c in subset) >= need:
+                    best = max(best or 0.0, least_idle_ms(subset))
+    if found is None:
+        assert best is None
+        return
+    gpu, names = found
+    victims = [c for c in idle[gpu] if c.model in names]
+    assert free + sum(c.need_bytes for c in victims) >= need
+    assert least_idle_ms(victims) == best

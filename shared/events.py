@@ -118,6 +118,23 @@ class Abort(Message):
     reason: str
 
 
+class RequestEnded(Message):
+    """A gateway tells what became of a request, for predictors and statistics.
+
+    `outcome` is the finish reason, ``cancelled``, or the code of a failure; times are 0 without a token.
+    """
+
+    request_id: str
+    model: str
+    tenant: str
+    outcome: str
+    input_tokens: int
+    output_tokens: int
+    ttft_ms: float = 0.0
+    mean_tbt_ms: float = 0.0
+    energy_j: float | None = None
+
+
 class GatewayAlive(Message):
     """Heartbeat of a gateway; a GPU aborts the work of one that is silent for longer than its lease."""
 
@@ -273,12 +290,17 @@ class AbortMove(Message):
 
 
 class Moved(Message):
-    """The destination has started a moved request; its gateway now listens to it, not to the source."""
+    """The destination has started a moved request; its gateway now listens to it, not to the source.
+
+    `next_seq` is the first token that the destination will make. A gateway that has a later one already
+    heard it from the source, which went on after its hold had expired, and tells the destination to stop.
+    """
 
     request_id: str
     attempt: int
     source: str
     destination: str
+    next_seq: int = 0
 
 
 class MoveEnded(Message):

@@ -49,6 +49,7 @@ ROUTES: dict[type[ev.Message], Route] = {
     ev.Ack: Route("festina.v1.cmd.gpu.{id}.ack", GATEWAY, {LOCAL: OWN}),
     ev.Abort: Route("festina.v1.cmd.gpu.{id}.abort", GATEWAY, {LOCAL: OWN}),
     ev.GatewayAlive: Route("festina.v1.evt.gateway.{id}.alive", GATEWAY, {LOCAL: ALL}),
+    ev.RequestEnded: Route("festina.v1.evt.model.{id}.served", GATEWAY, {GLOBAL: ALL}),
     # GPUs, models, placement; {id} is what the message is about
     ev.SummaryChanged: Route(
         "festina.v1.evt.gpu.{id}.changed", LOCAL, {GATEWAY: ALL, GLOBAL: ALL, CONSOLIDATOR: ALL}

@@ -176,19 +176,31 @@ class RunningPool:
     def output(self) -> str:
         return (self.folder / "up.log").read_text(errors="replace")
 
-    def wait_for_models(self, *names: str, within_s: float = 60.0) -> None:
+    def wait_for_models(self, *names: str, key: str = "", within_s: float = 60.0) -> None:
         """Wait until these models are loaded."""
         deadline = time.monotonic() + within_s
         missing = set(names)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         while missing:
             assert self._process.poll() is None, self.output
             assert time.monotonic() < deadline, f"{sorted(missing)} not ready: {self.output}"
             time.sleep(0.1)
             try:
-                listed = httpx.get(self.url + "/v1/models", trust_env=False).json()["data"]
+                listed = httpx.get(self.url + "/v1/models", headers=headers, trust_env=False).json()["data"]
             except (httpx.HTTPError, json.JSONDecodeError, KeyError):
                 continue
             missing = set(names) - {m["id"] for m in listed if m["state"] == "ready"}
+
+    def pid_of(self, ident: str) -> int:
+        """Process id of the service with this id."""
+        for pid in self.children():
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if f"FESTINA_ID={ident}" in environ:
+                return pid
+        raise AssertionError(f"no process has the id {ident}: {self.children()}")
 
     def children(self) -> dict[int, str]:
         """Process id -> command line of every process below `festina up`."""

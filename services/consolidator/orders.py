@@ -109,8 +109,10 @@ class Orders:
             return self._move_waiting(now_ms, summary, engine.model)
         known = removed or engine.model in self._cluster.models
         idle = not is_busy(engine) and (known or engine.idle_ms >= self._set.unknown_idle_ms)
-        sent_ms = self._unload_ms.get(key, now_ms - self._set.order_retry_ms)
-        if engine.state != "ready" or not (idle or removed) or now_ms - sent_ms < self._set.order_retry_ms:
+        # A failed engine is unloaded as well: it holds no memory, but shows until it is.
+        leaves = engine.state == "failed" or (engine.state == "ready" and (idle or removed))
+        sent_ms = self._unload_ms.get(key, float("-inf"))
+        if not leaves or now_ms - sent_ms < self._set.order_retry_ms:
             return []
         self._unload_ms[key] = now_ms
         if_idle_ms = 0.0 if removed else self._unless_used_ms(engine)

@@ -219,8 +219,10 @@ class GatewayCore:
         owned = self._inflight.get(event.request_id)
         if owned is None or event.attempt != owned.attempt:
             self._stop(event.destination, event.request_id, event.attempt, "not wanted any more")
-        elif owned.gpu in (event.source, ""):
+        elif owned.gpu in (event.source, "") and len(owned.output) <= event.next_seq:
             self._take(owned, event.destination)
+        elif owned.gpu != event.destination:
+            self._abort(event.destination, owned, f"runs on {owned.gpu or event.source}")
 
     # ---- GPUs
 
@@ -308,7 +310,7 @@ class GatewayCore:
 
     def _finish(self, owned: Owned, fresh: tuple[int, ...], end: RequestEnd) -> None:
         self._deliver(owned, fresh, end)
-        self._ended(owned, end.finish_reason)
+        self._ended(owned, end.finish_reason, end.energy_j)
         if end.energy_j is not None:
             self._count("gateway_energy_joules", owned.request, end.energy_j)
 
@@ -318,26 +320,37 @@ class GatewayCore:
         self._do(Fail(owned.request.request_id, status, code, message, retry_after_s))
         self._ended(owned, code)
 
-    def _ended(self, owned: Owned, outcome: str) -> None:
-        del self._inflight[owned.request.request_id]
-        self._count_end(owned.request, outcome)
+    def _ended(self, owned: Owned, outcome: str, energy_j: float | None = None) -> None:
+        request = owned.request
+        del self._inflight[request.request_id]
+        self._count_end(request, outcome)
+        ttft_ms, mean_tbt_ms = self._times(owned)
+        ended = ev.RequestEnded(
+            request_id=request.request_id,
+            model=request.model,
+            tenant=request.tenant,
+            outcome=outcome,
+            input_tokens=len(request.prompt_tokens),
+            output_tokens=len(owned.output),
+            ttft_ms=ttft_ms if owned.output else 0.0,
+            mean_tbt_ms=mean_tbt_ms,
+            energy_j=energy_j,
+        )
+        self._send(request.model, ended)
         if owned.output:
             self._count("gateway_output_tokens", owned.request, len(owned.output))
 
     def _deliver(self, owned: Owned, fresh: tuple[int, ...], end: RequestEnd | None) -> None:
+        ttft_ms, mean_tbt_ms = self._times(owned)
+        request_id = owned.request.request_id
+        self._do(Deliver(request_id, fresh, end, owned.gpu, owned.attempt, ttft_ms, mean_tbt_ms))
+
+    def _times(self, owned: Owned) -> tuple[float, float]:
+        """Return time to first token and mean time between tokens so far, in ms."""
         gaps = len(owned.output) - 1
         first_ms = self._now_ms if owned.first_token_ms is None else owned.first_token_ms
-        self._do(
-            Deliver(
-                owned.request.request_id,
-                fresh,
-                end,
-                owned.gpu,
-                owned.attempt,
-                ttft_ms=owned.request.waited_ms + first_ms - owned.arrived_ms,
-                mean_tbt_ms=(owned.last_token_ms - first_ms) / gaps if gaps > 0 else 0.0,
-            )
-        )
+        mean_tbt_ms = (owned.last_token_ms - first_ms) / gaps if gaps > 0 else 0.0
+        return owned.request.waited_ms + first_ms - owned.arrived_ms, mean_tbt_ms
 
     # ---- time and the bus
 

@@ -58,10 +58,6 @@ class GlobalSchedCore:
         ends_ms = oldest[0] + self._settings.model_wait_ms
         return min(ends_ms, *map(self._scale_outs.next_ms, self._waiting.models()))
 
-    def observe(self, model: str, input_tokens: int, output_tokens: int) -> None:
-        """Teach the predictor the true output length of a request that ended of itself."""
-        self._predictor.observe(model, input_tokens, output_tokens)
-
     def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
         """Take one event at `now_ms` and return what is to be done about it."""
         match event:
@@ -71,6 +67,10 @@ class GlobalSchedCore:
                 return self._refused(now_ms, event)
             case ev.SummaryChanged(summary=summary):
                 return self._summary(now_ms, summary)
+            case ev.RequestEnded():
+                if event.outcome == "stop":  # it ended of itself, so its length says something
+                    self._predictor.observe(event.model, event.input_tokens, event.output_tokens)
+                return []
             case ev.PlacementChanged(placement=placement):
                 if placement.version >= self._placement.version:
                     self._placement = placement

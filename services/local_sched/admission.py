@@ -55,9 +55,9 @@ def why_refused(state: State, request: Request, predicted_output_tokens: int) ->
         return f"{request.context_tokens} tokens leave no room in the context of {engine.spec.context_tokens}"
     work = new_work(state, 0.0, request, predicted_output_tokens)
     tokens = work.wanted_tokens(state.settings.margin)
-    needed, most = state.ledger.pools[model].bytes_for(tokens), state.ledger.most_kv_bytes(model)
-    if needed > most:
-        return f"KV of {tokens} tokens takes {needed} bytes; {state.gpu} has at most {most} for {model}"
+    most = state.ledger.most_tokens(model)
+    if tokens > most:
+        return f"KV of {tokens} tokens does not fit: {state.gpu} has room for at most {most} of {model}"
     return ""
 
 
@@ -102,15 +102,15 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
         full = len(engine.running) >= state.settings.max_running
         if engine.state != "ready" or full or model in closed:
             continue
-        wanted = work.wanted_tokens(state.settings.margin)
-        # A moved request holds memory for its context already, and starts with that if there is no more.
-        fits = state.ledger.reserve(model, task.key, wanted)
-        if fits or state.ledger.held_tokens(model, task.key) > work.context_tokens:
-            actions += _start(state, now_ms, engine, work)
-            continue
-        if state.ledger.pools[model].bytes_for(wanted) > state.ledger.most_kv_bytes(model):
-            reason = f"out of memory: {wanted} tokens of KV do not fit on {state.gpu} any more"
+        most = state.ledger.most_tokens(model)
+        if most < work.context_tokens:
+            reason = f"out of memory: KV of {work.context_tokens} tokens does not fit on {state.gpu} any more"
             actions += fail(state, now_ms, [work], reason)
+            continue
+        # A moved request holds memory for its context already, and starts with that if there is no more.
+        fits = state.ledger.reserve(model, task.key, min(most, work.wanted_tokens(state.settings.margin)))
+        if fits or state.ledger.held_tokens(model, task.key) >= work.context_tokens:
+            actions += _start(state, now_ms, engine, work)
             continue
         if work.passed_over_ms is None:
             work.passed_over_ms = now_ms

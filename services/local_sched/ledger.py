@@ -89,6 +89,11 @@ class Ledger:
         others = sum(p.weight_bytes + p.pool_bytes for p in self.pools.values())
         return self.capacity_bytes - others
 
+    def most_tokens(self, model: str) -> int:
+        """Tokens whose KV the engine could promise to one request if no other held any."""
+        pool = self.pools[model]
+        return self.most_kv_bytes(model) // pool.block_bytes * pool.block_tokens
+
     def held_tokens(self, model: str, holder: str) -> int:
         """Tokens whose KV is promised to a holder; 0 if it holds nothing."""
         pool = self.pools.get(model)

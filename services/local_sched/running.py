@@ -70,7 +70,7 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
 def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
     """Extend the reservation of a request that is about to outgrow it; evict others if need be (3.4)."""
     request = work.request
-    needed = work.context_tokens + 1
+    needed = work.context_tokens  # the next step computes the latest token's KV
     if state.ledger.held_tokens(request.model, request.request_id) >= needed:
         return []
     for tokens in (max(needed, work.wanted_tokens(state.settings.margin)), needed):

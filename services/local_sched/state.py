@@ -85,7 +85,7 @@ class Work:
     def wanted_tokens(self, margin: float) -> int:
         """Return the tokens to reserve KV for: prompt and predicted output with its margin (3.2.2).
 
-        One that has outgrown its prediction gets `GROWTH_TOKENS` more, so that it does not do so again at once.
+        One that has outgrown its prediction gets `GROWTH_TOKENS` more, not to do so at once again.
         """
         output = math.ceil(self.predicted_output_tokens * (1.0 + margin))
         if output <= self.output_count:

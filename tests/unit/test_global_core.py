@@ -76,6 +76,17 @@ def place(made: GlobalSchedCore, now_ms: float = 0.0, excluded=(), **changes):
     return made.step(now_ms, ev.Dispatch(request=request(**changes), excluded=excluded))
 
 
+def ended(outcome, output_tokens):
+    return ev.RequestEnded(
+        request_id="r",
+        model=A.name,
+        tenant="t",
+        outcome=outcome,
+        input_tokens=200,
+        output_tokens=output_tokens,
+    )
+
+
 class TestPlacing:
     def test_a_submit_with_its_number_prediction_and_reason(self):
         made = core("g1")
@@ -158,7 +169,8 @@ class TestPlacing:
     def test_observations_change_the_prediction(self):
         made = core("g1", prediction_window=10)
         for _ in range(10):
-            made.observe(A.name, 200, 40)
+            made.step(1.0, ended("stop", 40))
+            made.step(1.0, ended("length", 9))  # cut off by max_tokens: says nothing about its own length
         assert only(place(made, max_tokens=1000), ev.Submit)[1].predicted_output_tokens == 42
 
     def test_gpus_without_a_meter_are_ranked_by_latency(self):

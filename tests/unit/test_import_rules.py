@@ -28,16 +28,17 @@ SHELL_FILES = {
     "services/gateway/admin.py",
     "services/gateway/api.py",
     "services/gateway/auth.py",
+    "services/gateway/completions.py",
     "services/gateway/service.py",
     "services/gateway/streams.py",
     "services/gateway/tokenizers.py",
+    "services/gateway/web.py",
     "services/local_sched/engine_emulated.py",
     "services/local_sched/engine_vllm.py",
     "services/local_sched/vllm_env.py",
-    "services/local_sched/vllm_ext/convert_gguf.py",
-    "services/local_sched/vllm_ext/host.py",
-    "services/local_sched/vllm_ext/scheduler.py",
 }
+# runs inside the engine's own process, beside vLLM
+SHELL_FOLDER = "services/local_sched/vllm_ext/"
 PURE_STDLIB = {
     "bisect",
     "collections",
@@ -60,6 +61,10 @@ EXTRA = {"services/gateway/text.py": {"tokenizers"}}
 
 def sources() -> list[Path]:
     return sorted(p for top in ("shared", "services") for p in (ROOT / top).rglob("*.py"))
+
+
+def pure_sources() -> list[Path]:
+    return [p for p in sources() if name_of(p) not in SHELL_FILES and not name_of(p).startswith(SHELL_FOLDER)]
 
 
 def name_of(path: Path) -> str:
@@ -87,7 +92,7 @@ def module_file(module: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", [p for p in sources() if name_of(p) not in SHELL_FILES], ids=name_of)
+@pytest.mark.parametrize("path", pure_sources(), ids=name_of)
 def test_pure_files_import_only_what_cannot_do_io(path: Path) -> None:
     allowed = PURE_STDLIB | PURE_LIBRARIES | EXTRA.get(name_of(path), set())
     for module in imports_of(path):
@@ -100,7 +105,7 @@ def test_pure_files_import_only_what_cannot_do_io(path: Path) -> None:
             assert not module.startswith("numpy.random")
 
 
-@pytest.mark.parametrize("path", [p for p in sources() if name_of(p) not in SHELL_FILES], ids=name_of)
+@pytest.mark.parametrize("path", pure_sources(), ids=name_of)
 def test_pure_files_do_not_open_print_or_ask(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -124,9 +129,9 @@ def test_engine_and_web_libraries_stay_where_they_belong() -> None:
                 assert where.startswith("services/local_sched/"), f"{where} imports {module}"
             if top in {"fastapi", "starlette", "uvicorn"}:
                 assert where.startswith("services/gateway/"), f"{where} imports {module}"
-            if where.startswith("services/local_sched/vllm_ext/"):
+            if where.startswith(SHELL_FOLDER):
                 ours = module_file(module)
-                inside = ours is None or ours.startswith(("shared/", "services/local_sched/vllm_ext/"))
+                inside = ours is None or ours.startswith(("shared/", SHELL_FOLDER))
                 assert inside or ours in {"services/__init__.py", "services/local_sched/__init__.py"}, where
 
 

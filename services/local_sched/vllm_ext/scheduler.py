@@ -58,9 +58,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step under the plan."""
-        self.running.sort(
-            key=_prefilling
-        )  # a stable sort; what decodes leave of the budget is the prefills' chunk
+        self.running.sort(key=_prefilling)  # decodes come first, and leave the prefills just their chunk
         decodes = 0
         for request in self.running:
             held = external_id(request.request_id) in self.plan.held

@@ -27,14 +27,18 @@ class UnloadEngine(Order):
 
 
 class RunRequest(Order):
-    """Give the engine a request; it runs when the plan in force lets it."""
+    """Give the engine a request; it runs when the plan in force lets it.
+
+    Here, and wherever scheduler and engine name a request, `request_id` is that of the run: a request that is
+    evicted and comes back has another one, so a late report on its earlier run is not taken for it.
+    """
 
     model: str
     request: Request
 
 
 class StopRequest(Order):
-    """Take a request out of the engine and free its memory; nothing more is reported about it."""
+    """Take a request out of the engine and free its memory; from then on nothing is reported about it."""
 
     model: str
     request_id: str

@@ -2,6 +2,8 @@
 
 import math
 
+import msgspec
+
 from services.local_sched import batch
 from services.local_sched.ends import abandon, count_outcome, fail
 from services.local_sched.spans import span
@@ -140,14 +142,17 @@ def score_of(state: State, now_ms: float, work: Work) -> float:
 def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Action]:
     request = work.request
     del state.queue[request.request_id]
-    engine.running[request.request_id] = work
-    work.stage, work.run_ms, work.passed_over_ms = Stage.RUNNING, now_ms, None
+    state.runs += 1
+    work.run_id = f"{request.request_id}~{state.runs}"
+    engine.running[work.run_id] = work
+    work.stage, work.passed_over_ms = Stage.RUNNING, None
     actions: list[Action] = []
     if work.given_ms is None:
         work.given_ms = now_ms
         actions += span(state, now_ms, work, "local.queue", work.arrived_ms)
     state.work_changed = state.summary_due = True
-    return [*actions, RunRequest(model=request.model, request=request)]
+    run = msgspec.structs.replace(request, request_id=work.run_id)
+    return [*actions, RunRequest(model=request.model, request=run)]
 
 
 def prefill_alone_ms(state: State, request: Request) -> float:

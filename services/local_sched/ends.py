@@ -66,7 +66,7 @@ def forget(state: State, now_ms: float, work: Work) -> None:
     request = work.request
     engine = state.engines.get(request.model)
     if engine is not None:
-        engine.running.pop(request.request_id, None)
+        engine.running.pop(work.run_id, None)
         engine.used_ms = now_ms
     for move_id in state.moves.of_request(request.request_id):
         if state.moves.transfers[move_id].side == SOURCE:
@@ -79,10 +79,10 @@ def forget(state: State, now_ms: float, work: Work) -> None:
 
 
 def _stop(state: State, work: Work) -> list[Action]:
-    request = work.request
-    if request.request_id not in state.engines[request.model].running:
+    model = work.request.model
+    if work.run_id not in state.engines[model].running:
         return []
-    return [StopRequest(model=request.model, request_id=request.request_id)]
+    return [StopRequest(model=model, request_id=work.run_id)]
 
 
 def drop_move(state: State, move_id: str) -> None:

@@ -134,7 +134,7 @@ def _held(
             slack_ms = _slack_ms(state, now_ms, work)
             share_pct = load.lut.least_prefill_share_pct(clock_mhz, _tokens_left(work), slack_ms) or 100
             score = score_of(state, now_ms, work)
-            tasks.append(batch.Task(work.request.request_id, score, 0, share_pct))
+            tasks.append(batch.Task(work.run_id, score, 0, share_pct))
     _, bypassed = batch.fill(tasks, 0, max(0, left_pct))
     return frozenset(task.key for task in bypassed)
 

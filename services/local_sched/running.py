@@ -118,14 +118,14 @@ def _victim(state: State, spared: Work) -> Work | None:
 def _evict(state: State, now_ms: float, work: Work) -> list[Action]:
     """Put a running request back into the queue; it goes on from the tokens that it has."""
     request = work.request
-    del state.engines[request.model].running[request.request_id]
+    del state.engines[request.model].running[work.run_id]
     state.ledger.release(request.model, request.request_id)
     work.request = with_output(work)
     work.tokens, work.prefilled_tokens, work.run_tokens = [], 0, 0
-    work.run_ms = work.run_first_ms = None
+    work.run_first_ms = None
     work.runnable_ms, work.due_ms = now_ms, now_ms + request.objectives.ttft_ms
     work.prefill_ms = prefill_alone_ms(state, work.request)
     state.evicted_ms = now_ms
     enqueue(state, work)
-    stop = StopRequest(model=request.model, request_id=request.request_id)
+    stop = StopRequest(model=request.model, request_id=work.run_id)
     return [stop, Count(name="evictions", labels={"model": request.model})]

@@ -37,7 +37,8 @@ class Work:
         prefill_ms: profiled time of its prefill, for Eq. 4.
         tokens: output since `request` was last rewritten.
         prefilled_tokens: prompt tokens computed in its present run.
-        run_ms, run_first_ms: start and first token of its present run; None before.
+        run_id: what its engine calls its present run.
+        run_first_ms, run_tokens: first token of its present run, None before, and their number.
         given_ms, first_ms, last_ms: start of its first run, and its first and latest token here.
         passed_over_ms: since when it is passed over for want of memory.
         urgent: it outgrew its reservation and goes first (3.4, mispredictions).
@@ -53,7 +54,7 @@ class Work:
     stage: Stage = Stage.QUEUED
     tokens: list[int] = field(default_factory=list)
     prefilled_tokens: int = 0
-    run_ms: float | None = None
+    run_id: str = ""
     run_first_ms: float | None = None
     run_tokens: int = 0
     given_ms: float | None = None
@@ -109,7 +110,7 @@ class Engine:
     """One model on this GPU. `state` and `reason` are those of its summary.
 
     Args:
-        running: requests given to it, in that order, by id.
+        running: requests given to it, in that order, by the id of their run.
         used_ms: when it last had work, or became ready.
         plan: the plan in force, None before the first.
         step_ms: smoothed time of its decode steps; 0 before the first.
@@ -169,6 +170,7 @@ class State:
     evicted_ms: float = -math.inf
     decided_ms: float = -math.inf
     next_plan_id: int = 1
+    runs: int = 0
     seq: int = 0
     summarized_ms: float = -math.inf
     heartbeat_ms: float = -math.inf

@@ -78,8 +78,8 @@ def _staircase(state: State) -> tuple[StairStep, ...]:
         used_pct += share_pct
         pool = state.ledger.pools[model]
         mine = [
-            (_left_ms(engine, work), pool.holders.get(i, 0) * pool.block_bytes, 0)
-            for i, work in engine.running.items()
+            (_left_ms(engine, work), pool.holders[work.request.request_id] * pool.block_bytes, 0)
+            for work in engine.running.values()
         ]
         mine.sort()
         last_ms, last_bytes, _ = mine[-1]

@@ -43,6 +43,7 @@ class Bench:
         self.now_ms = 0.0
         self.seq = 0
         self.actions = []
+        self.runs = {}  # what the engine calls each request's latest run
         self.do(ev.Tick())
         for model in models:
             self.do(ev.Load(model=model, placement_version=1))
@@ -57,6 +58,8 @@ class Bench:
         self.now_ms += after_ms
         done = self.core.step(self.now_ms, event)
         self.actions += done
+        for order in of(done, en.RunRequest):
+            self.runs[name_of(order)] = order.request.request_id
         return done
 
     def wait(self, ms):
@@ -79,10 +82,11 @@ class Bench:
         )
 
     def token(self, *request_ids, model=MODEL.name, token=7, finish="", after_ms=10.0, energy_j=0.5):
-        """One step that makes a token for each."""
+        """One step that makes a token for each that runs; others have left and are no more in the report."""
+        runs = [self.runs[i] for i in request_ids if i in self.runs]
         outputs = tuple(
             en.StepOutput(request_id=i, token_ids=(token,), finish_reason=finish, energy_j=energy_j)
-            for i in request_ids
+            for i in runs
         )
         return self.do(en.StepDone(model=model, plan_id=0, duration_ms=after_ms, outputs=outputs), after_ms)
 
@@ -97,6 +101,16 @@ class Bench:
 
 def sent(actions, message_type):
     return [a.message for a in actions if isinstance(a, ev.Send) and isinstance(a.message, message_type)]
+
+
+def name_of(order):
+    """The request that an order to an engine is about, without the number of the run."""
+    run_id = order.request.request_id if isinstance(order, en.RunRequest) else order.request_id
+    return run_id.partition("~")[0]
+
+
+def names(actions, order_type):
+    return [name_of(order) for order in of(actions, order_type)]
 
 
 def of(actions, action_type):

@@ -1,6 +1,6 @@
 """The local scheduler's core: requests from submission to end."""
 
-from local_bench import H100, MODEL, OTHER, Bench, deltas, of, request, sent, wire
+from local_bench import H100, MODEL, OTHER, Bench, deltas, name_of, names, of, request, sent, wire
 
 from shared import engine as en
 from shared import events as ev
@@ -14,7 +14,7 @@ def test_a_request_from_submission_to_end():
     bench = Bench(models=[MODEL])
     done = bench.submit(request(traceparent=TRACE))
     assert sent(done, ev.Admitted) == [ev.Admitted(request_id="r1", attempt=1, gpu="gpu0")]
-    assert [order.request.request_id for order in of(done, en.RunRequest)] == ["r1"]
+    assert names(done, en.RunRequest) == ["r1"]
     assert len(of(bench.actions, en.SetPlan)) == 0  # decided 5 ms after the engine was ready, at the earliest
     bench.wait(5.0)
     assert len(of(bench.actions, en.SetPlan)) == 1 and len(of(bench.actions, en.SetClock)) == 1
@@ -74,6 +74,16 @@ def test_a_higher_attempt_replaces_the_old_one():
     assert list(bench.state.ledger.pools[MODEL.name].holders) == ["r1"]
 
 
+def test_late_reports_on_an_earlier_run_are_not_taken_for_the_present_one():
+    bench = Bench(models=[MODEL])
+    bench.submit(request())
+    old = bench.runs["r1"]
+    bench.submit(request(attempt=2))
+    late = en.StepOutput(request_id=old, token_ids=(7,))
+    assert deltas(bench.do(en.StepDone(model=MODEL.name, plan_id=0, duration_ms=1.0, outputs=(late,)))) == []
+    assert deltas(bench.token("r1"))[0].first_seq == 0
+
+
 def test_a_repeat_of_an_ended_attempt_gets_its_tokens_again_until_acknowledged():
     bench = Bench(models=[MODEL])
     bench.submit(request())
@@ -128,7 +138,7 @@ def test_abort_in_every_stage():
     bench.do(ev.Release(move_id="m", request_id="moving", migrator="host0"))
     for request_id in ("queued", "prefilling", "decoding", "moving"):
         done = bench.do(ev.Abort(request_id=request_id, attempt=1, reason="cancelled"))
-        stopped = [order.request_id for order in of(done, en.StopRequest)]
+        stopped = names(done, en.StopRequest)
         assert stopped == ([request_id] if request_id in ("prefilling", "decoding") else [])
         assert deltas(done) == []
     assert bench.state.works == {} and bench.state.queue == {} and bench.state.moves.transfers == {}
@@ -156,7 +166,7 @@ def test_work_of_a_silent_gateway_is_aborted_after_its_lease():
         bench.wait(500.0)
         bench.do(ev.GatewayAlive(gateway="g2"))
     assert list(bench.state.works) == ["r2"]
-    assert [order.request_id for order in of(bench.actions, en.StopRequest)] == ["r1"]
+    assert names(bench.actions, en.StopRequest) == ["r1"]
 
 
 def test_no_gateway_is_silent_while_the_bus_is_down():
@@ -212,10 +222,10 @@ def test_a_request_waits_for_memory_and_a_smaller_one_passes_it():
     bench.submit(request("first", prompt=200))
     bench.submit(request("large", prompt=250))
     bench.submit(request("small", prompt=100))
-    assert [order.request.request_id for order in of(bench.actions, en.RunRequest)] == ["first", "small"]
+    assert names(bench.actions, en.RunRequest) == ["first", "small"]
     assert list(bench.state.queue) == ["large"]
     done = bench.token("first", "small", finish="stop")
-    assert [order.request.request_id for order in of(done, en.RunRequest)] == ["large"]
+    assert names(done, en.RunRequest) == ["large"]
 
 
 def test_nobody_passes_a_request_that_has_waited_long_enough():
@@ -226,7 +236,7 @@ def test_nobody_passes_a_request_that_has_waited_long_enough():
         bench.wait(waited_ms)
         # The late prefill is behind in the order as long as it has not aged much; it is first by its wait.
         bench.submit(request("small", prompt=60))
-        assert ("small" in bench.state.engines[MODEL.name].running) == passes
+        assert ("small" in bench.runs) == passes
 
 
 def test_memory_pressure_raises_the_clock_to_its_highest():
@@ -247,8 +257,8 @@ def test_a_request_that_outgrows_its_memory_evicts_the_one_cheapest_to_compute_a
     assert [w.stage.value for w in bench.state.works.values()] == ["running"] * 3
     evicted = []
     for _ in range(150):
-        done = bench.token(*bench.state.engines[MODEL.name].running)
-        evicted += [order.request_id for order in of(done, en.StopRequest)]
+        done = bench.token("grows", "middle", "short")
+        evicted += names(done, en.StopRequest)
         if evicted:
             break
     assert evicted == ["short"]
@@ -256,7 +266,7 @@ def test_a_request_that_outgrows_its_memory_evicts_the_one_cheapest_to_compute_a
     assert len(back.request.output_tokens) > 1 and back.tokens == []
     done = bench.token("grows", "middle", finish="stop")
     (run,) = of(done, en.RunRequest)
-    assert run.request.request_id == "short" and run.request.output_tokens == back.request.output_tokens
+    assert name_of(run) == "short" and run.request.output_tokens == back.request.output_tokens
     assert deltas(bench.token("short"))[0].first_seq == len(run.request.output_tokens)
 
 
@@ -275,10 +285,12 @@ def test_the_device_is_right_when_it_says_it_has_no_memory():
     bench = Bench(models=[MODEL])
     bench.submit(request("r1", prompt=100))
     bench.submit(request("r2", prompt=50))
-    bench.do(en.OutOfMemory(model=MODEL.name, request_id="r1"))
+    bench.do(en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r1"]))
     assert bench.state.works["r1"].urgent
-    assert [order.request_id for order in of(bench.actions, en.StopRequest)] == ["r2"]
-    bench.do(en.OutOfMemory(model=MODEL.name, request_id="r1"), 5.0)  # the eviction is still on its way
+    assert names(bench.actions, en.StopRequest) == ["r2"]
+    bench.do(
+        en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r1"]), 5.0
+    )  # the eviction is still on its way
     assert len(of(bench.actions, en.StopRequest)) == 1
 
 

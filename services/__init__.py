@@ -1,0 +1,1 @@
+"""The five services, and the command line that starts them."""

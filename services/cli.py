@@ -26,13 +26,17 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="The models that the pool serves.", no_args_is_help=True)
 gpus_app = typer.Typer(help="The GPUs of the pool.", no_args_is_help=True)
-keys_app = typer.Typer(help="API keys, each naming a tenant; without any the API is open.", no_args_is_help=True)
+keys_app = typer.Typer(
+    help="API keys, each naming a tenant; without any the API is open.", no_args_is_help=True
+)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 app.add_typer(keys_app, name="keys")
 
 Url = Annotated[str, typer.Option(envvar="FESTINA_URL", help="Address of a gateway.")]
-AdminKey = Annotated[str, typer.Option(envvar="FESTINA_ADMIN_KEY", help="Key of the tenant `admin`, if keys are used.")]
+AdminKey = Annotated[
+    str, typer.Option(envvar="FESTINA_ADMIN_KEY", help="Key of the tenant `admin`, if keys are used.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 DEFAULT_URL = f"http://127.0.0.1:{os.environ.get('FESTINA_PORT', '8000')}"
 
@@ -42,7 +46,9 @@ errors = Console(stderr=True)
 
 @app.command()
 def up(
-    port: Annotated[int, typer.Option(envvar="FESTINA_PORT", help="Port of the REST API on 127.0.0.1.")] = 8000,
+    port: Annotated[
+        int, typer.Option(envvar="FESTINA_PORT", help="Port of the REST API on 127.0.0.1.")
+    ] = 8000,
     emulated: Annotated[bool, typer.Option(help="Leave out the CPU host with its real vLLM engine.")] = False,
     gpus: Annotated[int, typer.Option(min=0, max=64, help="Emulated H100 GPUs.")] = 4,
     models: Annotated[int, typer.Option(min=0, max=43, help="Models of the catalog to serve on them.")] = 16,
@@ -167,7 +173,9 @@ def _call(method: str, url: str, path: str, key: str, body: bytes | None = None)
     """Send one admin request; an error of the gateway or of the network becomes one line."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, url + path, headers=headers, content=body, timeout=10.0, trust_env=False)
+        answer = httpx.request(
+            method, url + path, headers=headers, content=body, timeout=10.0, trust_env=False
+        )
     except httpx.HTTPError as error:
         raise FestinaError(f"no gateway answers at {url}: {error}; start one with `festina up`") from None
     try:

@@ -128,7 +128,9 @@ def store_server_argv(port: int, folder: Path) -> list[str]:
 
 
 def _beside_python(program: str) -> str:
-    found = shutil.which(program, path=os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        program, path=os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", "")])
+    )
     if found is None:
         raise FestinaError(f"{program} is not installed beside {PYTHON}; run `make setup`")
     return found

@@ -51,7 +51,8 @@ class Child:
         """
         if self._process is not None and self._process.returncode is not None:
             raise FestinaError(
-                f"{self.name} ended with status {self._process.returncode}: {self.last_line()} (log: {self._log_file})"
+                f"{self.name} ended with status {self._process.returncode}: {self.last_line()} "
+                f"(log: {self._log_file})"
             )
 
     def last_line(self) -> str:

@@ -9,7 +9,14 @@ from pathlib import Path
 import httpx
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from services.local_sched.vllm_env import prepare_model, prepare_vllm_env
 from services.pool import Pool, PoolSettings
@@ -113,7 +120,9 @@ class Up:
             if len(loaded) == len(wanted):
                 return
             await asyncio.sleep(0.1)
-        self.console.print("[yellow]not every model is loaded; the others load when they are asked for[/yellow]")
+        self.console.print(
+            "[yellow]not every model is loaded; the others load when they are asked for[/yellow]"
+        )
 
     async def _add_cpu_host(self) -> None:
         """Add the host with the real engine; a platform that cannot have it costs one line, nothing more."""

@@ -1,0 +1,1 @@
+"""What all services share: nouns, messages, device model, look-up table, shell."""

@@ -63,7 +63,7 @@ class Store:
         return None if data is None else msgspec.msgpack.decode(data, type=value_type)
 
     async def read_all(self, prefix: str, value_type: type[T]) -> list[T]:
-        """Return all values whose key starts with `prefix`, in the order of their keys. Raises Unavailable."""
+        """Return the values of all keys that start with `prefix`, in their order. Raises Unavailable."""
         values = await self._values(await self._keys(prefix))
         return [msgspec.msgpack.decode(v, type=value_type) for v in values if v is not None]
 
@@ -102,7 +102,9 @@ class Store:
 
     async def _keys(self, prefix: str) -> list[str]:
         try:
-            return sorted([key.decode() async for key in self._redis.scan_iter(match=prefix + "*", count=1000)])
+            return sorted(
+                [key.decode() async for key in self._redis.scan_iter(match=prefix + "*", count=1000)]
+            )
         except (RedisError, OSError) as error:
             raise Unavailable(f"the store is away: {error}") from error
 
@@ -142,4 +144,3 @@ class Store:
             await self._redis.delete(key)
         else:
             await self._redis.set(key, data, px=int(ttl_ms) or None)
-

@@ -69,7 +69,7 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0, every
 
 
 class TraceCollector:
-    """Takes OTLP over HTTP as Jaeger does, and answers Jaeger's query API (`/api/services`, `/api/traces`)."""
+    """Takes OTLP over HTTP as Jaeger does, and answers Jaeger's query API."""
 
     def __init__(self) -> None:
         self._spans: list[dict[str, Any]] = []

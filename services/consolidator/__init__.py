@@ -1,0 +1,1 @@
+"""The consolidator: which models belong on which GPUs (3.5)."""

@@ -1,0 +1,1 @@
+"""The gateway: REST API in front, owner of every request."""

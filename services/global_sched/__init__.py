@@ -1,0 +1,1 @@
+"""The global scheduler: picks a GPU per request (3.3)."""

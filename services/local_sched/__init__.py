@@ -1,0 +1,1 @@
+"""The local scheduler of one GPU: batches, shares, clock, memory, engines (3.4)."""

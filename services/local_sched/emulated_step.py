@@ -11,9 +11,9 @@ from services.local_sched.made_up import Answer, VocabSlice, answer
 from shared.engine import OutOfMemory, StepDone, StepOutput
 from shared.model import ModelSpec, Plan, Request
 from shared.silicon import (
+    CAP_ROUNDS,
     Device,
     StepWork,
-    CAP_ROUNDS,
     capped_clock_mhz,
     contention,
     idle_power_w,

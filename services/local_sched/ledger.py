@@ -119,11 +119,15 @@ class Ledger:
         holders = self.pools[model].holders
         holders[new_holder] = max(holders.pop(holder), holders.get(new_holder, 0))
 
+    def domains(self) -> list[list[str]]:
+        """Return the groups of models that compete for the same memory."""
+        fixed = [[name] for name, pool in self.pools.items() if pool.pool_bytes]
+        elastic = [name for name, pool in self.pools.items() if not pool.pool_bytes]
+        return [*fixed, elastic] if elastic else fixed
+
     def domain(self, model: str) -> list[str]:
         """Models whose requests compete with this one's for memory: all elastic ones, or itself alone."""
-        if self.pools[model].pool_bytes:
-            return [model]
-        return [name for name, pool in self.pools.items() if not pool.pool_bytes]
+        return next(domain for domain in self.domains() if model in domain)
 
 
 def staircase(

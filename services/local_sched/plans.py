@@ -42,8 +42,11 @@ def decide(state: State, now_ms: float) -> list[Action]:
     starved = any(work.passed_over_ms is not None for work in state.queue.values())
     chosen = None
     if not starved:
+        found = tune.candidates(device, profiles, clocks_mhz)
+        if _memory_is_short(state):
+            found = tune.widest(found)
         chosen = tune.choose(
-            tune.candidates(device, profiles, clocks_mhz),
+            found,
             budget_pct=_budget_pct(state, engines),
             current_mhz=_in_force_mhz(state),
             may_switch=now_ms - state.switched_ms >= settings.clock_dwell_ms,
@@ -112,6 +115,14 @@ def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
     """Return the SM shares that may be given in all; a device that is not partitioned is shared by time."""
     sizes = state.device.sm_sizes_pct
     return 100 if len(sizes) > 1 else sizes[0] * len(engines)
+
+
+def _memory_is_short(state: State) -> bool:
+    """Say whether so little KV memory is left that requests had better leave it soon (docs/decisions.md, 21)."""
+    ledger = state.ledger
+    most = sum(ledger.most_kv_bytes(domain[0]) for domain in ledger.domains())
+    free = sum(ledger.free_kv_bytes(domain[0]) for domain in ledger.domains())
+    return free < state.settings.ample_memory * most
 
 
 def _held(

@@ -20,6 +20,9 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bypass_max_ms: a request passed over for want of memory for this long lets no other past it.
         margin: extra memory over the predicted output length; 5 % (3.2.2).
         memory_margin: share of the device's memory never promised to anyone; 5 % (3.5).
+        ample_memory: with a smaller share of the KV memory free than this, SMs that no deadline needs are
+            given out all the same, so that requests leave sooner; while one waits for memory, the clock is
+            at its highest (21).
         kv_pool_bytes: fixed KV pool per engine; 0 leaves the pools of emulated engines elastic, as the
             paper has them.
         fixed_pool_share: share of the device's memory that the fixed pool of any other engine gets when
@@ -49,6 +52,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bypass_max_ms: float = 2_000.0
     margin: float = 0.05
     memory_margin: float = 0.05
+    ample_memory: float = 0.5
     kv_pool_bytes: int = 0
     fixed_pool_share: float = 0.25
     slack_headroom: float = 0.15

@@ -1,4 +1,4 @@
-"""The whole pool on emulated GPUs, started as a person starts it, used with the unmodified `openai` client."""
+"""The whole pool on emulated GPUs, started as a person does, used with the plain `openai` client."""
 
 import json
 import os
@@ -122,7 +122,9 @@ def test_n_choices_differ_and_each_ends_once(client: openai.OpenAI, stream: bool
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_across_token_borders(client: openai.OpenAI, pool: RunningPool, stream: bool) -> None:
-    full = client.chat.completions.create(model=QWEN, messages=HELLO, max_tokens=40).choices[0].message.content
+    full = (
+        client.chat.completions.create(model=QWEN, messages=HELLO, max_tokens=40).choices[0].message.content
+    )
     words = full.split(" ")
     stop = words[9][-2:] + " " + words[10][:2]  # ends one token and begins the next
     cut = full[: full.index(stop)]
@@ -238,7 +240,9 @@ def test_a_lost_client_ends_the_work_within_a_second(pool: RunningPool, stream: 
         "ignore_eos": True,
         "stream": stream,
     }
-    post_and_leave(pool, body, {"before dispatch": 0.0, "before the first token": 0.12, "in the middle": 0.6}[window])
+    post_and_leave(
+        pool, body, {"before dispatch": 0.0, "before the first token": 0.12, "in the middle": 0.6}[window]
+    )
     time.sleep(0.3)  # what was on its way has arrived by now
     wait_until_idle(pool, 1.0)
 
@@ -261,7 +265,9 @@ def test_listing_and_retrieving_models(client: openai.OpenAI) -> None:
 def test_a_model_is_registered_loaded_on_demand_unloaded_and_loaded_again(
     pool: RunningPool, client: openai.OpenAI
 ) -> None:
-    spec = next(m for m in admin(pool, "GET", "/admin/models").json()["models"] if m["name"] == "Qwen2.5-3B-Instruct")
+    spec = next(
+        m for m in admin(pool, "GET", "/admin/models").json()["models"] if m["name"] == "Qwen2.5-3B-Instruct"
+    )
     small = {**spec, "name": "My-Model.v1", "weight_bytes": 1_000_000_000, "keep_alive_ms": 1500.0}
     assert admin(pool, "POST", "/admin/models", json=small).status_code == 201
     assert admin(pool, "POST", "/admin/models", json=small).status_code == 201  # the same again is no error
@@ -287,7 +293,9 @@ def test_bad_models_are_refused_by_field(pool: RunningPool) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field
 
 
-def test_a_drained_gpu_takes_no_work_and_its_models_still_answer(pool: RunningPool, client: openai.OpenAI) -> None:
+def test_a_drained_gpu_takes_no_work_and_its_models_still_answer(
+    pool: RunningPool, client: openai.OpenAI
+) -> None:
     gpu = client.chat.completions.create(model=QWEN, messages=HELLO, max_tokens=2).festina["gpu"]
     assert admin(pool, "POST", f"/admin/gpus/{gpu}/drain").status_code == 202
     deadline = time.monotonic() + 5

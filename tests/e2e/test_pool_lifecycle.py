@@ -48,16 +48,20 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_not(pool: RunningPool) -> Non
     with pytest.raises(openai.AuthenticationError) as caught:
         client_with(pool, "alphA").chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
     assert caught.value.response.json()["error"]["code"] == "invalid_api_key"
-    bare = httpx.post(pool.url + "/v1/chat/completions", json={"model": MODEL, "messages": HELLO}, trust_env=False)
+    bare = httpx.post(
+        pool.url + "/v1/chat/completions", json={"model": MODEL, "messages": HELLO}, trust_env=False
+    )
     assert bare.status_code == 401 and bare.headers["www-authenticate"] == "Bearer"
     answer = client_with(pool, "alpha").chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
     assert answer.usage.completion_tokens == 2
 
 
 def test_admin_needs_the_admin_tenant(pool: RunningPool) -> None:
-    ask = lambda key: httpx.get(  # noqa: E731
-        pool.url + "/admin/gpus", headers={"Authorization": f"Bearer {key}"}, trust_env=False
-    ).status_code
+    ask = lambda key: (
+        httpx.get(
+            pool.url + "/admin/gpus", headers={"Authorization": f"Bearer {key}"}, trust_env=False
+        ).status_code
+    )
     assert (ask("alpha"), ask("nope"), ask("root")) == (403, 401, 200)
 
 
@@ -86,7 +90,9 @@ def test_a_model_of_another_tenant_does_not_exist(pool: RunningPool) -> None:
     admin = {"Authorization": "Bearer root"}
     spec = httpx.get(pool.url + "/admin/models", headers=admin, trust_env=False).json()["models"][0]
     secret = {**spec, "name": "secret", "weight_bytes": 10**9, "tenants": ["team-z"]}
-    assert httpx.post(pool.url + "/admin/models", json=secret, headers=admin, trust_env=False).status_code == 201
+    assert (
+        httpx.post(pool.url + "/admin/models", json=secret, headers=admin, trust_env=False).status_code == 201
+    )
     client = client_with(pool, "alpha")
     assert "secret" not in [model.id for model in client.models.list()]
     with pytest.raises(openai.NotFoundError):
@@ -136,12 +142,17 @@ def test_one_trace_from_the_client_to_the_engine(pool: RunningPool, collector: T
     assert services == {"festina-gateway", "festina-global_sched", "festina-local_sched"}
     assert spans["gateway.request"]["references"][0]["spanID"] == client_span
     below = spans["gateway.request"]["spanID"]
-    assert all(s["references"][0]["spanID"] == below for name, s in spans.items() if name != "gateway.request")
+    assert all(
+        s["references"][0]["spanID"] == below for name, s in spans.items() if name != "gateway.request"
+    )
     tags = {tag["key"]: tag["value"] for tag in spans["local.decode"]["tags"]}
     assert tags["festina.model"] == MODEL and tags["festina.tenant"] == "team-a"
     assert tags["festina.gpu"] == "emulated-0-gpu-0" and tags["festina.energy_j"] > 0
     assert 345 <= tags["festina.sm_clock_mhz"] <= 1980 and 0 < tags["festina.sm_share_pct"] <= 100
-    starts = [spans[name]["startTime"] for name in ("gateway.request", "local.queue", "local.prefill", "local.decode")]
+    starts = [
+        spans[name]["startTime"]
+        for name in ("gateway.request", "local.queue", "local.prefill", "local.decode")
+    ]
     assert starts == sorted(starts)
     listed = httpx.get(f"{collector.url}/api/services", trust_env=False).json()["data"]
     assert services <= set(listed)
@@ -199,7 +210,9 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
             timeout=30,
         )
     assert outcome.returncode == 1
-    assert str(port) in outcome.stderr and "FESTINA_PORT" in outcome.stderr and "Traceback" not in outcome.stderr
+    assert (
+        str(port) in outcome.stderr and "FESTINA_PORT" in outcome.stderr and "Traceback" not in outcome.stderr
+    )
 
 
 def test_a_setting_that_does_not_exist_stops_the_pool_with_one_line(tmp_path: Path) -> None:

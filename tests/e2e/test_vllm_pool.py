@@ -41,8 +41,9 @@ import json, sys
 from vllm import LLM, SamplingParams
 engine = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=64 << 20)
 settings = SamplingParams(temperature=0, max_tokens=24)
-output = engine.chat(json.loads(sys.argv[2]), settings, use_tqdm=False)[0]
-print("ANSWER " + json.dumps([output.outputs[0].text, len(output.prompt_token_ids), len(output.outputs[0].token_ids)]))
+asked = engine.chat(json.loads(sys.argv[2]), settings, use_tqdm=False)[0]
+said = asked.outputs[0]
+print("ANSWER " + json.dumps([said.text, len(asked.prompt_token_ids), len(said.token_ids)]))
 """
 
 
@@ -129,7 +130,9 @@ def test_the_engine_takes_two_requests_at_once(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_lost_client_stops_the_real_engine_within_a_second(pool: RunningPool, stream: bool) -> None:
-    body = json.dumps({"model": MODEL, "messages": LONG, "max_tokens": 1500, "ignore_eos": True, "stream": stream})
+    body = json.dumps(
+        {"model": MODEL, "messages": LONG, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+    )
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", pool.port)) as connection:
         connection.sendall((head + body).encode())

@@ -126,7 +126,10 @@ async def test_an_undecodable_message_is_counted_and_does_not_harm(shells) -> No
     order = ev.Unload(model="m", placement_version=1)
     shell.bus.publish(f"festina.v1.cmd.gpu.{slug('g')}.unload", shell._encoder.encode(order))
     await eventually(lambda: core.of(ev.Unload) == [order])
-    assert b'festina_undecodable_messages_total{id="g",service="local_sched",type="Unload"} 1.0' in shell.metrics.page()
+    assert (
+        b'festina_undecodable_messages_total{id="g",service="local_sched",type="Unload"} 1.0'
+        in shell.metrics.page()
+    )
 
 
 async def test_a_lost_bus_and_its_return_are_told_and_messages_arrive_again(shells, servers: Servers) -> None:

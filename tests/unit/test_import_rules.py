@@ -109,7 +109,9 @@ def test_pure_files_import_only_what_cannot_do_io(path: Path) -> None:
 def test_pure_files_do_not_open_print_or_ask(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in {"open", "print", "input", "exec", "eval"}, f"{name_of(path)}:{node.lineno}"
+            assert node.func.id not in {"open", "print", "input", "exec", "eval"}, (
+                f"{name_of(path)}:{node.lineno}"
+            )
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -117,7 +119,9 @@ def test_no_service_imports_another(service: str) -> None:
     others = {f"services.{name}" for name in SERVICES if name != service}
     for path in (ROOT / "services" / service).rglob("*.py"):
         for module in imports_of(path):
-            assert not any(module == o or module.startswith(o + ".") for o in others), f"{name_of(path)}: {module}"
+            assert not any(module == o or module.startswith(o + ".") for o in others), (
+                f"{name_of(path)}: {module}"
+            )
 
 
 def test_engine_and_web_libraries_stay_where_they_belong() -> None:

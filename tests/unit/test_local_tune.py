@@ -41,6 +41,15 @@ def test_a_clock_at_which_a_deadline_is_missed_is_left_at_once():
     assert choose(FIG_8, current_mhz=900, may_switch=False) == FIG_8[1]
 
 
+def test_the_widest_candidate_of_each_clock_that_meets_the_deadlines():
+    least, filled, alone = (
+        Candidate(975, (20,), 1.0),
+        Candidate(975, (100,), 2.0),
+        Candidate(1065, (10,), 3.0),
+    )
+    assert tune.widest([least, filled, alone]) == [filled, alone]
+
+
 def test_equal_energy_goes_to_the_lower_clock():
     assert choose([Candidate(1300, (10,), 5.0), Candidate(1100, (20,), 5.0)]) == Candidate(1100, (20,), 5.0)
 

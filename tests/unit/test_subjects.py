@@ -7,7 +7,7 @@ from shared.subjects import ROUTES, SERVICES, Reads, subject_of, subscriptions
 
 
 def message_types() -> list[type[ev.Message]]:
-    return [t for t in ev.Message.__subclasses__()]
+    return list(ev.Message.__subclasses__())
 
 
 def test_every_message_has_a_route_and_every_subject_is_its_own() -> None:

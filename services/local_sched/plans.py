@@ -118,7 +118,7 @@ def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
 
 
 def _memory_is_short(state: State) -> bool:
-    """Say whether so little KV memory is left that requests had better leave it soon (docs/decisions.md, 21)."""
+    """Say whether KV memory is so short that requests had better leave it soon (docs/decisions.md, 21)."""
     ledger = state.ledger
     most = sum(ledger.most_kv_bytes(domain[0]) for domain in ledger.domains())
     free = sum(ledger.free_kv_bytes(domain[0]) for domain in ledger.domains())

@@ -57,11 +57,10 @@ def test_a_wrong_key_is_refused_and_a_right_one_is_not(pool: RunningPool) -> Non
 
 
 def test_admin_needs_the_admin_tenant(pool: RunningPool) -> None:
-    ask = lambda key: (
-        httpx.get(
-            pool.url + "/admin/gpus", headers={"Authorization": f"Bearer {key}"}, trust_env=False
-        ).status_code
-    )
+    def ask(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.get(pool.url + "/admin/gpus", headers=headers, trust_env=False).status_code
+
     assert (ask("alpha"), ask("nope"), ask("root")) == (403, 401, 200)
 
 

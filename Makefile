@@ -35,5 +35,8 @@ lint: setup  ## ruff, mypy, import rules
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_import_rules.py
 
+bench: setup  ## benchmarks; figures to build/bench.json (ONLY="gateway lut" for some)
+	$(BIN)/python -m bench $(ONLY)
+
 clean:  ## remove what was built
 	rm -rf $(VENV) .venv-vllm .festina build

@@ -34,6 +34,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine: ``emulated`` or ``vllm``.
         gpu_type: row of the device table.
         elastic_kv: emulated engines share the free memory for KV, as in the paper; off: a fixed pool each.
+        speedup: emulated device time passes this much faster; 1 but for benchmarks of the services themselves.
         vllm_python: interpreter of the environment that vLLM is installed in.
         run_dir: where the sockets and logs of the vLLM processes are.
     """
@@ -42,6 +43,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "emulated"
     gpu_type: str = "h100-80gb"
     elastic_kv: bool = True
+    speedup: float = 1.0
     vllm_python: str = ".venv-vllm/bin/python"
     run_dir: str = ".festina/run"
 
@@ -73,7 +75,7 @@ def engines_for(where: DeviceSettings, device: Device, report: Callable[[Event],
         gpu = EmulatedGpu(
             device, elastic_kv=where.elastic_kv, vocab=VocabSlice(token_ids=token_ids, eos_id=eos_id)
         )
-        return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report)
+        return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report, speedup=where.speedup)
     if where.engine == "vllm":
         return VllmEngines(python=where.vllm_python, run_dir=Path(where.run_dir), report=report)
     raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")

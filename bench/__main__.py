@@ -1,0 +1,46 @@
+"""Run the benchmarks, print a table and write ``build/bench.json`` (figure -> value).
+
+The machines this runs on are shared and noisy: read figures as ratios within one run.
+"""
+
+import importlib
+import json
+import pkgutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import bench
+
+OUTPUT = Path("build/bench.json")
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line, all by default; others' last figures are kept."""
+    console = Console()
+    names = sys.argv[1:] or [m.name for m in pkgutil.iter_modules(bench.__path__) if m.name[0] != "_"]
+    figures: dict[str, float] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+    OUTPUT.parent.mkdir(exist_ok=True)
+    for name in names:
+        module = importlib.import_module(f"bench.{name}")
+        if not hasattr(module, "run"):
+            continue
+        started = time.monotonic()
+        with console.status(f"bench {name}"):
+            measured: dict[str, float] = module.run()
+        figures.update(measured)
+        table = Table(title=f"{name} ({time.monotonic() - started:.0f} s)", title_justify="left")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        for figure, value in measured.items():
+            table.add_row(figure, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
+        console.print(table)
+        OUTPUT.write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    console.print(f"written to {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()

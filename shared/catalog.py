@@ -28,6 +28,8 @@ class CatalogEntry(Struct):
     weight_bytes: int
     kv_bytes_per_token: int
     context_tokens: int
+    vocab_tokens: int
+    tied_embeddings: bool
     verified: bool
 
     def spec(self) -> ModelSpec:

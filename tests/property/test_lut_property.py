@@ -1,15 +1,19 @@
 """The look-up table's interpolation and choices against the device model and brute force."""
 
+import math
 from functools import cache
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import lut, silicon
+from shared import devices, lut, silicon
 from shared.catalog import entries
+from shared.errors import LutRefused
 from shared.model import Objectives
 
-H100 = silicon.device_for("h100-80gb")
+H100 = devices.device_for("h100-80gb")
 # How far interpolation may be off at shares that can be given. Times are convex in clock, length and batch,
 # so they err on the slow side; power bends where the power cap sets in.
 TIME_BOUND = (-0.015, 0.05)
@@ -108,3 +112,43 @@ def test_best_point_is_the_best_of_all_points(
         assert not energies
     else:
         assert energies[best] <= min(energies.values()) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, st.integers(0, 40_000), st.integers(0, 40_000))
+def test_memory_of_a_request_grows_with_its_length(model: int, tokens: int, tokens_2: int) -> None:
+    entry = table(model)
+    few, many = sorted((tokens, tokens_2))
+    assert entry.request_bytes(few) <= entry.request_bytes(many)
+    assert entry.request_bytes(many) >= many * entry.model.kv_bytes_per_token
+
+
+@settings(max_examples=100, deadline=None)
+@given(MODELS, CLOCKS, CLOCKS, st.integers(10, 100), st.integers(10, 100), BATCHES, BATCHES, CONTEXTS)
+def test_arrays_and_numbers_agree_anywhere(
+    model: int, clock: int, clock_2: int, share: int, share_2: int, batch: int, batch_2: int, context: int
+) -> None:
+    entry = table(model)
+    clocks, shares = np.array([clock, clock_2]), np.array([share, share_2])
+    many = entry.tbt_ms(clocks[:, None], shares, np.array([batch, batch_2]), context)
+    for i, j in ((0, 0), (0, 1), (1, 1)):
+        one = entry.tbt_ms(int(clocks[i]), int(shares[j]), (batch, batch_2)[j], context)
+        assert math.isclose(many[i, j], one, rel_tol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(MODELS)
+def test_a_stored_table_is_the_same_table(model: int) -> None:
+    entry = table(model)
+    again = lut.unpack(lut.pack(entry))
+    assert np.array_equal(again.block, entry.block)
+    assert (again.sha256, again.axes, again.model) == (entry.sha256, entry.axes, entry.model)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 255))
+def test_a_changed_byte_never_passes(place: int, change: int) -> None:
+    packed = bytearray(lut.pack(table(0)))
+    packed[place % len(packed)] ^= change
+    with pytest.raises(LutRefused):
+        lut.unpack(bytes(packed))

@@ -3,15 +3,16 @@
 import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
-from shared import silicon
+from shared import devices, silicon
 from shared.errors import ConfigError
 from shared.model import ModelSpec
 
-H100 = silicon.device_for("h100-80gb")
-CPU = silicon.device_for("cpu")
+H100 = devices.device_for("h100-80gb")
+CPU = devices.device_for("cpu")
 # 8 billion parameters in 2 bytes; 100,000 bytes of KV per token; 1 ms + 32 * 0.027 ms of overhead per step.
 MODEL = ModelSpec(
     name="m",
@@ -54,8 +55,8 @@ def test_decode_step_time_at_full_share_and_reference_clock() -> None:
 
 def test_decode_step_time_at_half_the_knee_clock_and_a_small_share() -> None:
     # b(0.5) = (1 - e^-2.05) / (1 - e^-4.1) = 0.871265 / 0.983427 = 0.885948; m(550) = 0.5^0.75 = 0.594604;
-    # together 0.526788. c(0.5) * 550 / 1830 = 0.615572 * 0.300546 = 0.185008.
-    weights_ms, products_ms, kv_ms = 5.67376 / 0.526788, 0.194175 / 0.185008, 0.350877 / 0.526788
+    # together 0.526788. c(0.5) * 550 / 1830 = 0.590496 * 0.300546 = 0.177471.
+    weights_ms, products_ms, kv_ms = 5.67376 / 0.526788, 0.194175 / 0.177471, 0.350877 / 0.526788
     step_ms = (weights_ms**2.2 + products_ms**2.2) ** (1 / 2.2)
     assert silicon.step_ms(H100, decode(10, 1000), 550, 0.5) == pytest.approx(
         step_ms + kv_ms + OVERHEAD_MS, rel=1e-4
@@ -132,9 +133,9 @@ def test_the_cap_holds_for_arrays_and_for_any_step_alone() -> None:
 
 def test_engines_side_by_side_share_what_the_card_has() -> None:
     bandwidth_scale, compute_scale = silicon.contention(H100, [0.25] * 4)
-    # b(0.25) = (1 - e^-1.025) / 0.983427 = 0.651993: four would read 2.608 times the card. c: 4 * 0.378929.
+    # b(0.25) = (1 - e^-1.025) / 0.983427 = 0.651993: four would read 2.608 times the card. c: 4 * 0.348686.
     assert bandwidth_scale == pytest.approx(1 / 2.60797, rel=1e-4)
-    assert compute_scale == pytest.approx(1 / 1.51572, rel=1e-4)
+    assert compute_scale == pytest.approx(1 / 1.39474, rel=1e-4)
     work = decode(1, 0)
     ms = silicon.step_ms(H100, work, 1830, 0.25, bandwidth_scale, compute_scale) - OVERHEAD_MS
     assert 4 * work.weight_bytes / ms <= H100.weight_bytes_per_ms
@@ -198,14 +199,75 @@ def test_devices_offer_their_clocks_and_sizes() -> None:
 
 
 def test_every_number_of_a_device_has_a_source_and_a_status() -> None:
-    for name, device in silicon.DEVICES.items():
+    for name, device in devices.DEVICES.items():
         numbers = {field.name for field in dataclasses.fields(device)} - {"name"}
-        assert numbers == silicon.PARAMETERS[name].keys()
-        for parameter in silicon.PARAMETERS[name].values():
+        assert numbers == devices.PARAMETERS[name].keys()
+        for parameter in devices.PARAMETERS[name].values():
             assert parameter.source
             assert parameter.status in ("measured", "fitted", "assumed")
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"a100.*cpu, h100-80gb"):
-        silicon.device_for("a100")
+    with pytest.raises(ConfigError, match=r"a100'.*cpu, h100-80gb"):
+        devices.device_for("a100")
+
+
+def test_logits_and_the_embedding_are_counted_as_they_are_computed() -> None:
+    # 4096 x 100,000 = 0.4096e9 parameters in each of the two tables: 7.1808e9 are multiplied for every token,
+    # the output head for those that get logits, and the input table is only looked up.
+    model = msgspec.structs.replace(MODEL, vocab_tokens=100_000)
+    works = {
+        "decode": silicon.step_work(H100, model, decode_batch=10, decode_context_tokens=0),
+        "prefill": silicon.step_work(
+            H100, model, decode_batch=0, decode_context_tokens=0, prefill_tokens=1000
+        ),
+    }
+    assert works["decode"].matmul_flops == pytest.approx(2 * (7.1808e9 + 0.4096e9) * 10)
+    assert works["prefill"].matmul_flops == pytest.approx(2 * (7.1808e9 * 1000 + 0.4096e9))
+    assert works["decode"].weight_bytes == pytest.approx(16e9 - 2 * 0.4096e9)
+    tied = msgspec.structs.replace(model, tied_embeddings=True)
+    work = silicon.step_work(H100, tied, decode_batch=10, decode_context_tokens=0)
+    assert (work.weight_bytes, work.matmul_flops) == (16e9, pytest.approx(2 * 8e9 * 10))
+
+
+def test_transfer_time_by_link() -> None:
+    # 1 ms to set up, then 400, 55 and 11 GB/s.
+    assert silicon.transfer_ms(H100, 4e9, "nvlink") == pytest.approx(1 + 10)
+    assert silicon.transfer_ms(H100, 4e9, "pcie") == pytest.approx(1 + 72.727, abs=0.01)
+    assert silicon.transfer_ms(H100, np.array([0, 4e9]), "tcp") == pytest.approx([1, 1 + 363.636], abs=0.01)
+    with pytest.raises(ConfigError, match=r"l40s-48gb has no link 'nvlink'.*pcie, tcp"):
+        silicon.transfer_ms(devices.device_for("l40s-48gb"), 1, "nvlink")
+
+
+def test_wake_up_time_by_state() -> None:
+    states = ("active", "warm", "draining", "sleeping", "cold", "off")
+    warm, sleeping, cold = 0.0, 200 + 290.909, 3000 + 200 + 2666.667
+    expected = [warm, warm, warm, sleeping, cold, 30_000 + cold]
+    assert [silicon.wake_ms(H100, 16_000_000_000, state) for state in states] == pytest.approx(
+        expected, abs=0.1
+    )
+    with pytest.raises(ConfigError, match=r"hot.*warm"):
+        silicon.wake_ms(H100, 1, "hot")
+
+
+def test_faster_devices_are_faster() -> None:
+    work = decode(16, 1000)
+    ms = {
+        name: float(silicon.step_alone(device, work, device.default_clock_mhz, 1.0)[0])
+        for name, device in devices.DEVICES.items()
+        if name != "cpu"
+    }
+    assert sorted(ms, key=lambda name: ms[name]) == ["h200-141gb", "h100-80gb", "a100-80gb", "l40s-48gb"]
+
+
+def test_bands_hold_their_value_and_only_what_is_assumed_has_one() -> None:
+    for parameters in devices.PARAMETERS.values():
+        for parameter in parameters.values():
+            if parameter.band is not None:
+                assert parameter.status == "assumed"
+                assert parameter.band[0] <= parameter.value <= parameter.band[1]
+
+
+def test_the_digest_tells_numbers_apart() -> None:
+    moved = dataclasses.replace(H100, sm_w=269.0)
+    assert moved.digest != H100.digest == dataclasses.replace(H100).digest

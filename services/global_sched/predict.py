@@ -2,15 +2,24 @@
 
 The paper borrows a learned predictor that is right within 5 % in 98 % of cases. Nothing public reaches that
 from the prompt alone, so this one promises only what it knows: the distribution of the outputs seen.
+
+`Predict` is the one function that the dispatcher asks. `predict_standin.py` has others for experiments.
 """
 
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Callable
 
+from shared.events import Event
+from shared.model import Request, Struct
 from shared.slo import class_of
 
-# Until a model's own outputs are known: quantiles of the outputs of ShareGPT's turns (mean 296 tokens).
+Predict = Callable[[Request, int], int]
+"""From a request, and its model's context in tokens, to its output tokens in all, margin included."""
+
+# Until a model's own outputs are known: quantiles of the replies in ShareGPT, the workload that the catalog's
+# models are served with (mean 296 tokens).
 PRIOR_QUANTILES = (0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99, 1.0)
 PRIOR_TOKENS = (16, 28, 50, 107, 126, 156, 205, 259, 307, 356, 400, 452, 582, 773, 1057, 1309)
 PRIOR_SAMPLES = 20  # how many observations the prior is worth
@@ -28,15 +37,41 @@ def prior_tokens(quantile: float) -> float:
     return PRIOR_TOKENS[index - 1] + part * (PRIOR_TOKENS[index] - PRIOR_TOKENS[index - 1])
 
 
-class RunningQuantile:
-    """Quantiles of the last `window` values; starts with a sample of the prior, which the values push out."""
+def prior() -> list[float]:
+    """Return a sample of the prior, in the order in which values push it out.
 
-    def __init__(self, window: int) -> None:
+    The middle goes first and the tails last, so that what remains of it stays spread out.
+    """
+    ascending = [prior_tokens((i + 0.5) / PRIOR_SAMPLES) for i in range(PRIOR_SAMPLES)]
+    return sorted(ascending, key=lambda tokens: abs(tokens - ascending[PRIOR_SAMPLES // 2]))
+
+
+class Learnt(Struct):
+    """What one scheduler has learnt about one model: output tokens by class of input, oldest first."""
+
+    scheduler: str
+    model: str
+    output_tokens: dict[str, tuple[float, ...]]
+
+
+class LearntRead(Event):
+    """The shell has read from the store what a scheduler once learnt."""
+
+    learnt: Learnt
+
+
+class RunningQuantile:
+    """Quantiles of the last `window` values; starts with those of `arrived`, or a sample of the prior."""
+
+    def __init__(self, window: int, arrived: tuple[float, ...] = ()) -> None:
         self._window = window
-        self._sorted = [prior_tokens((i + 0.5) / PRIOR_SAMPLES) for i in range(PRIOR_SAMPLES)]
-        # Middle first, tails last: what remains of the prior while it is pushed out stays spread out.
-        by_middle = sorted(self._sorted, key=lambda tokens: abs(tokens - self._sorted[PRIOR_SAMPLES // 2]))
-        self._arrived = deque(by_middle)
+        self._arrived = deque(arrived[-window:] or prior())
+        self._sorted = sorted(self._arrived)
+
+    @property
+    def arrived(self) -> tuple[float, ...]:
+        """The values, oldest first."""
+        return tuple(self._arrived)
 
     def add(self, value: float) -> None:
         """Take a value in, and the oldest out once the window is full."""
@@ -53,6 +88,12 @@ class RunningQuantile:
             return None
         # Nearest rank: the smallest value with at least this share of the values at or below it.
         return self._sorted[first + max(0, math.ceil(quantile * count) - 1)]
+
+
+def bounded(tokens: float, margin: float, bound: int, given_tokens: int) -> int:
+    """Return a predicted length with its margin, at most `bound` and more than what was given already."""
+    # The small term keeps 100 * 1.05 at 105 in binary arithmetic.
+    return max(given_tokens + 1, min(bound, math.ceil(tokens * (1.0 + margin) - 1e-9)))
 
 
 class OutputPredictor:
@@ -73,6 +114,22 @@ class OutputPredictor:
         for key in [key for key in self._seen if key[0] == model]:
             del self._seen[key]
 
+    def learnt(self, scheduler: str, model: str) -> Learnt:
+        """Return what is known about a model, to be kept under this scheduler's name."""
+        seen = {cls: running.arrived for (name, cls), running in self._seen.items() if name == model}
+        return Learnt(scheduler=scheduler, model=model, output_tokens=seen)
+
+    def restore(self, learnt: Learnt) -> None:
+        """Go on from what was known about a model."""
+        for cls, arrived in learnt.output_tokens.items():
+            self._seen[learnt.model, cls] = RunningQuantile(self._window, arrived)
+
+    def of_request(self, request: Request, context_tokens: int) -> int:
+        """Predict as `Predict` says."""
+        given = len(request.output_tokens)
+        inputs = len(request.prompt_tokens)
+        return self.predict(request.model, inputs, request.max_tokens, context_tokens, given)
+
     def predict(
         self, model: str, input_tokens: int, max_tokens: int, context_tokens: int, given_tokens: int = 0
     ) -> int:
@@ -88,8 +145,7 @@ class OutputPredictor:
         if tokens is None:  # longer than anything seen: expect as much again as it has had
             tokens = 2.0 * given_tokens
         bound = min(max_tokens, context_tokens - input_tokens)
-        # The small term keeps 100 * 1.05 at 105 in binary arithmetic.
-        return max(given_tokens + 1, min(bound, math.ceil(tokens * (1.0 + self._margin) - 1e-9)))
+        return bounded(tokens, self._margin, bound, given_tokens)
 
     def _of(self, model: str, input_tokens: int) -> RunningQuantile:
         key = (model, class_of(input_tokens))

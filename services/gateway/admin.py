@@ -1,17 +1,20 @@
-"""The admin API: models and GPUs. Where API keys are used it needs one of the tenant ``admin``."""
+"""The admin API: models, GPUs and tenants. Where API keys are used it needs one of the tenant ``admin``."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from services.gateway.core import AddModel, DrainGpu, RemoveModel
+from services.gateway.core import AddModel, DrainGpu, RemoveModel, SetTenant
+from services.gateway.limits import fault
 from services.gateway.openai_schema import invalid
 from services.gateway.service import Gateway
 from services.gateway.web import json_response, read_body
 from shared.errors import InvalidRequest
-from shared.model import GpuSummary, ModelSpec, slug
+from shared.model import GpuSummary, ModelSpec, Tenant, slug
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 ENGINES = ("emulated", "vllm")
 POSITIVE = (
@@ -33,6 +36,7 @@ def add_admin(app: FastAPI, gateway: Gateway) -> None:
     """Add the admin routes to the application."""
     _add_models(app, gateway)
     _add_gpus(app, gateway)
+    _add_tenants(app, gateway)
 
 
 def _add_models(app: FastAPI, gateway: Gateway) -> None:
@@ -94,24 +98,54 @@ def _add_gpus(app: FastAPI, gateway: Gateway) -> None:
         return drain_gpu(request, gpu, False)
 
 
+def _add_tenants(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/admin/tenants", tags=["admin"])
+    async def tenants(request: Request) -> Response:
+        """List the tenants that have limits or a weight; any other has no limit, and weight 1."""
+        _require_admin(gateway, request)
+        return json_response({"tenants": [_all_fields(tenant) for tenant in gateway.tenants.all()]})
+
+    @app.put("/admin/tenants/{name}", tags=["admin"])
+    async def set_tenant(name: str, request: Request) -> Response:
+        """Set a tenant's limits, all of them: one that is left out or null is no limit."""
+        _require_admin(gateway, request)
+        fields = _fields(await read_body(request, gateway.settings.max_body_bytes))
+        tenant = _convert({**fields, "name": name}, Tenant, "a tenant")
+        if wrong := fault(tenant):
+            raise invalid(*wrong)
+        if conflict := gateway.tenants.conflict(tenant):
+            raise InvalidRequest(409, "tenant_conflict", conflict, "name")
+        gateway.tenants.put(tenant)
+        gateway.feed(SetTenant(tenant))
+        return json_response(_all_fields(tenant))
+
+
 def parse_model(data: bytes) -> ModelSpec:
     """Return the model that a JSON body describes. Raises InvalidRequest (400) naming the field at fault."""
+    fields = {name: value for name, value in _fields(data).items() if name not in SHOWN}
+    model = _convert(fields, ModelSpec, "a model")
+    _check_model(model)
+    return model
+
+
+def _fields(data: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest(400, "invalid_json", "the body must be a JSON object")
-    fields = {name: value for name, value in fields.items() if name not in SHOWN}
-    unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(ModelSpec)})
+    return fields
+
+
+def _convert(fields: dict[str, Any], kind: type[T], what: str) -> T:
+    unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(kind)})
     if unknown:
-        raise invalid(unknown[0], f"a model has no field {unknown[0]!r}", "unknown_parameter")
+        raise invalid(unknown[0], f"{what} has no field {unknown[0]!r}", "unknown_parameter")
     try:
-        model = msgspec.convert(fields, ModelSpec)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise invalid(None, str(error)) from None
-    _check_model(model)
-    return model
 
 
 def _check_model(model: ModelSpec) -> None:

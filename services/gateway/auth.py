@@ -7,7 +7,14 @@ Keys come from a TOML file and from the store (``festina keys add``). In the fil
     "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b" = "team-a"
     "a-plain-key" = "admin"
 
-Without any key the gateway is open, and every caller is the tenant ``default``.
+    [tenants.team-a]
+    requests_per_minute = 600
+    tokens_per_minute = 100_000
+    max_concurrent = 32
+    weight = 2.0
+
+Every line of a tenant may be left out. Without any key the gateway is open, and every caller is the tenant
+``default``.
 """
 
 import hmac
@@ -15,8 +22,13 @@ import tomllib
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from services.gateway.limits import fault
 from shared.errors import ConfigError, InvalidRequest
+from shared.model import Tenant
 
 ADMIN = "admin"
 OPEN_TENANT = "default"
@@ -68,13 +80,9 @@ def digest_of(key: str) -> str:
 
 def read_keys(path: str) -> dict[str, str]:
     """Return digest -> tenant of a file of keys. Raises ConfigError if it cannot be read or is malformed."""
-    try:
-        content = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"API key file {path} cannot be read: {error}") from None
-    keys = content.get("keys")
-    if not isinstance(keys, dict) or not keys or len(content) != 1:
-        raise ConfigError(f"API key file {path} must have one table, [keys], with at least one key")
+    keys = _read(path).get("keys")
+    if not isinstance(keys, dict) or not keys:
+        raise ConfigError(f"API key file {path} must have a table [keys], with at least one key")
     found = {}
     for key, tenant in keys.items():
         if not key or not isinstance(tenant, str) or not tenant:
@@ -84,3 +92,34 @@ def read_keys(path: str) -> dict[str, str]:
             raise ConfigError(f"API key file {path}: a SHA-256 has 64 hex digits (tenant {tenant!r})")
         found[digest] = tenant
     return found
+
+
+def read_tenants(path: str) -> dict[str, Tenant]:
+    """Return the limits of the tenants that a file of keys names. Raises ConfigError as `read_keys` does."""
+    tables = _read(path).get("tenants", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f"API key file {path}: limits stand in tables [tenants.NAME]")
+    known = {field.name for field in msgspec.structs.fields(Tenant)} - {"name"}
+    found = {}
+    for name, table in tables.items():
+        where = f"API key file {path}: [tenants.{name}]"
+        if unknown := sorted(table.keys() - known):
+            raise ConfigError(f"{where} has no setting {unknown[0]}; known: {', '.join(sorted(known))}")
+        try:
+            tenant = msgspec.convert({**table, "name": name}, Tenant)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if wrong := fault(tenant):
+            raise ConfigError(f"{where}: {wrong[1]}")
+        found[name] = tenant
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"API key file {path} cannot be read: {error}") from None
+    if unknown := sorted(content.keys() - {"keys", "tenants"}):
+        raise ConfigError(f"API key file {path} has {unknown[0]}, which is neither [keys] nor [tenants.NAME]")
+    return content

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from services.gateway.openai_schema import Body, ChatBody, CompletionBody, invalid, parse, sampling_of
+from services.gateway.quota import Ticket
 from services.gateway.service import Gateway
 from services.gateway.streams import Call, CallResponse, Choice
 from services.gateway.text import TextStream
@@ -18,7 +19,7 @@ from services.gateway.tokenizers import ChatTokenizer
 from services.gateway.web import error_response, read_body
 from shared import slo
 from shared.errors import InvalidRequest
-from shared.model import ModelSpec, Objectives
+from shared.model import ModelSpec, Objectives, Tenant
 from shared.model import Request as Work
 from shared.tracing import context_of, traceparent_of
 
@@ -36,12 +37,13 @@ async def complete(gateway: Gateway, request: Request, kind: type[Body]) -> Resp
         attributes={"festina.request_id": call_id},
     )
     try:
-        tenant = gateway.keys.tenant_of(request.headers.get("authorization"))
-        gateway.check_room()
+        tenant = gateway.tenants.get(gateway.keys.tenant_of(request.headers.get("authorization")))
+        gateway.check_room(tenant)
         data = await read_body(request, gateway.settings.max_body_bytes)
         asked = await _understand(gateway, parse(data, kind), tenant, len(data))
         asked.objectives = _objectives(request, asked)
-        return _start(gateway, asked, call_id, span, arrived_s)
+        ticket = await gateway.quota.take(tenant, _tokens_asked(gateway, asked))
+        return _start(gateway, asked, call_id, span, arrived_s, ticket)
     except InvalidRequest as error:
         span.set_status(Status(StatusCode.ERROR, error.code))
         span.end()
@@ -57,7 +59,7 @@ class _Asked:
     """A request that makes sense."""
 
     body: Body
-    tenant: str
+    tenant: Tenant
     model: ModelSpec
     tokenizer: ChatTokenizer
     prompt: tuple[int, ...]
@@ -65,8 +67,8 @@ class _Asked:
     objectives: Objectives
 
 
-async def _understand(gateway: Gateway, body: Body, tenant: str, body_bytes: int) -> _Asked:
-    model = visible_model(gateway, body.model, tenant)
+async def _understand(gateway: Gateway, body: Body, tenant: Tenant, body_bytes: int) -> _Asked:
+    model = visible_model(gateway, body.model, tenant.name)
     tokenizer = await gateway.tokenizer(model)
     if body_bytes <= INLINE_BODY_BYTES:
         prompt = _prompt(tokenizer, body)
@@ -80,6 +82,14 @@ async def _understand(gateway: Gateway, body: Body, tenant: str, body_bytes: int
     _check_vocabulary(body, tokenizer)
     objectives = model.objectives or slo.objectives_for(len(prompt))
     return _Asked(body, tenant, model, tokenizer, prompt, _output_limit(body, model, len(prompt)), objectives)
+
+
+def _tokens_asked(gateway: Gateway, asked: _Asked) -> int:
+    """Return the tokens that a call is counted for until it has ended and its own are known."""
+    body, each = asked.body, asked.max_tokens
+    if body.output_limit is None:  # it may answer at any length, which is seldom all that fits
+        each = min(each, gateway.settings.assumed_output_tokens)
+    return len(asked.prompt) + body.choices * each
 
 
 def visible_model(gateway: Gateway, name: str, tenant: str) -> ModelSpec:
@@ -157,10 +167,12 @@ def _objectives(request: Request, asked: _Asked) -> Objectives:
     )
 
 
-def _start(gateway: Gateway, asked: _Asked, call_id: str, span: Span, arrived_s: float) -> Response:
+def _start(
+    gateway: Gateway, asked: _Asked, call_id: str, span: Span, arrived_s: float, ticket: Ticket | None
+) -> Response:
     body = asked.body
     span.set_attribute("festina.model", asked.model.name)
-    span.set_attribute("festina.tenant", asked.tenant)
+    span.set_attribute("festina.tenant", asked.tenant.name)
     ids = [call_id] if body.choices == 1 else [f"{call_id}-{i}" for i in range(body.choices)]
     works = [
         Work(
@@ -171,7 +183,8 @@ def _start(gateway: Gateway, asked: _Asked, call_id: str, span: Span, arrived_s:
             prompt_tokens=asked.prompt,
             max_tokens=asked.max_tokens,
             objectives=asked.objectives,
-            tenant=asked.tenant,
+            tenant=asked.tenant.name,
+            tenant_weight=asked.tenant.weight,
             priority=body.priority or 0,
             sampling=sampling_of(body, i),
             waited_ms=(time.monotonic() - arrived_s) * 1000.0,
@@ -193,4 +206,4 @@ def _start(gateway: Gateway, asked: _Asked, call_id: str, span: Span, arrived_s:
             for i, request_id in enumerate(ids)
         },
     )
-    return CallResponse(gateway, call, gateway.submit(works), span)
+    return CallResponse(gateway, call, gateway.submit(works), span, ticket)

@@ -5,6 +5,7 @@ attempt, and it believes only the current attempt on the current GPU; whoever el
 """
 
 import heapq
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -20,14 +21,18 @@ from services.gateway.events import (
     DrainGpu,
     Fail,
     RemoveModel,
+    SetTenant,
 )
-from services.gateway.inflight import Owned, resumable
+from services.gateway.inflight import Owned, note_energy, resumable, with_earlier
 from services.gateway.liveness import Liveness
 from services.gateway.registry import Registry
 from services.gateway.settings import GatewaySettings
 from shared import events as ev
+from shared import slo
+from shared.errors import InvalidRequest
 from shared.model import Request, RequestEnd
-from shared.subjects import model_key
+from shared.overload import NEWCOMERS_PART, DrainRate, has_room
+from shared.subjects import model_key, tenant_key
 
 __all__ = [
     "STOPPED",
@@ -39,7 +44,10 @@ __all__ = [
     "Fail",
     "GatewayCore",
     "RemoveModel",
+    "SetTenant",
 ]
+
+NO_REPORT = "stopped by a stop string, and its GPU did not report in time"
 
 
 class GatewayCore:
@@ -61,7 +69,11 @@ class GatewayCore:
         self._acks: dict[str, dict[str, ev.AckedThrough]] = {}
         self._ack_due_ms = 0.0
         self._alive_due_ms = 0.0
+        self._held: Counter[str] = Counter()  # requests in flight, by tenant
+        self._weights: dict[str, float] = {}
+        self._drain = DrainRate()
         self._asks: list[tuple[float, int, str]] = []
+        self._stops: deque[tuple[float, str]] = deque()  # (due, request) of those that wait for a report
         self._order = count()
         self._now_ms = 0.0
         self._actions: list[ev.Action] = []
@@ -77,11 +89,13 @@ class GatewayCore:
             ev.ModelRegistered: lambda event: self.registry.add(event.model),
             ev.ModelRemoved: lambda event: self.registry.remove(event.model),
             ev.PlacementChanged: lambda event: None,
+            ev.GatewayAlive: lambda event: None,  # heard for what it says of our own bus
             ev.Tick: self._tick,
             ev.BusLost: self._bus_lost,
             ev.BusRestored: self._bus_restored,
             AddModel: self._add_model,
             RemoveModel: self._remove_model,
+            SetTenant: lambda event: self._do(ev.Put(tenant_key(event.tenant.name), event.tenant)),
             DrainGpu: lambda event: self._send(event.gpu, ev.Drain(gpu=event.gpu, on=event.on)),
         }
 
@@ -96,14 +110,31 @@ class GatewayCore:
         due_ms = min(self._alive_due_ms, self._liveness.due_ms)
         if self._asks:
             due_ms = min(due_ms, self._asks[0][0])
+        if self._stops:
+            due_ms = min(due_ms, self._stops[0][0])
         return min(due_ms, self._ack_due_ms) if self._acks and self.bus_up else due_ms
 
     def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
         """Take one event and return what is to be done about it."""
         self._now_ms = now_ms
         self._actions = []
+        if isinstance(event, ev.Message):
+            self._liveness.hear_bus(now_ms)
         self._handlers[type(event)](event)
         return self._actions
+
+    def no_room(self, tenant: str, weight: float) -> InvalidRequest | None:
+        """Return the 429 for one more request of `tenant`; None if there is room for it."""
+        most = self.settings.max_inflight
+        if has_room(self._held, self._weights, tenant, weight, most):
+            return None
+        if self.inflight >= most:
+            message = f"this gateway holds {most} requests already; try again soon"
+        else:
+            message = f"tenant {tenant!r} has its share of this gateway's {most} requests; try again soon"
+        ahead = self.inflight - (most - most // NEWCOMERS_PART) + 1
+        retry_after_s = self._drain.retry_after_s(self._now_ms, ahead, self.settings.retry_after_s)
+        return InvalidRequest(429, "too_many_requests", message, retry_after_s=retry_after_s)
 
     # ---- clients
 
@@ -111,12 +142,13 @@ class GatewayCore:
         request = event.request
         if request.request_id in self._inflight:
             return
-        if len(self._inflight) >= self.settings.max_inflight:
-            message = f"this gateway holds {self.settings.max_inflight} requests already; try again soon"
-            retry_after_s = self.settings.retry_after_s
-            self._do(Fail(request.request_id, 429, "too_many_requests", message, retry_after_s))
-            self._count_end(request, "too_many_requests")
+        full = self.no_room(request.tenant, request.tenant_weight)
+        if full is not None:
+            self._do(Fail(request.request_id, full.status, full.code, full.message, full.retry_after_s))
+            self._count_end(request, full.code)
             return
+        self._held[request.tenant] += 1
+        self._weights[request.tenant] = request.tenant_weight
         owned = Owned(request, arrived_ms=self._now_ms, output=list(request.output_tokens))
         owned.attempt_start = len(owned.output)
         self._inflight[request.request_id] = owned
@@ -129,7 +161,21 @@ class GatewayCore:
         if owned.gpu:
             self._abort(owned.gpu, owned, event.reason)
         # without a GPU yet: whoever admits it later finds it unknown here and is told to stop
-        self._ended(owned, STOPPED if event.reason == STOPPED else "cancelled")
+        if event.reason != STOPPED:
+            self._ended(owned, "cancelled", owned.energy_j)
+        elif not owned.stopping:
+            self._stopping(owned)
+
+    def _stopping(self, owned: Owned) -> None:
+        """Wait for the report of a request whose text is complete, if there is a GPU to send one."""
+        owned.stopping = True
+        if owned.gpu:
+            self._stops.append((self._now_ms + self.settings.stop_report_ms, owned.request.request_id))
+        else:
+            self._finish_unreported(owned)
+
+    def _finish_unreported(self, owned: Owned) -> None:
+        self._finish(owned, (), RequestEnd(finish_reason=STOPPED, energy_source=NO_REPORT))
 
     # ---- answers to a dispatch
 
@@ -165,10 +211,24 @@ class GatewayCore:
         self._liveness.hear(event.gpu, self._now_ms)
         for delta in event.deltas:
             owned = self._inflight.get(delta.request_id)
-            if owned is None or delta.attempt != owned.attempt or not self._is_from(owned, event.gpu, delta):
+            if owned is None or delta.attempt != owned.attempt:
                 self._not_wanted(event.gpu, delta)
-            else:
+            elif owned.gpu not in ("", event.gpu) and delta.moved_from == owned.gpu:
+                self._take_moved(owned, event.gpu, delta)
+            elif self._is_from(owned, event.gpu, delta):
                 self._take_delta(owned, delta)
+            else:
+                self._not_wanted(event.gpu, delta)
+
+    def _take_moved(self, owned: Owned, gpu: str, delta: ev.TokenDelta) -> None:
+        """Follow an attempt to the GPU it has moved to, unless the source went on with it meanwhile."""
+        have = len(owned.output)
+        if delta.first_seq <= have <= delta.first_seq + len(delta.token_ids):
+            self._take(owned, gpu)
+            self._take_delta(owned, delta)
+        elif have > delta.first_seq:
+            self._not_wanted(gpu, delta)
+        # else a gap, and nothing is acknowledged: what comes before is sent again
 
     def _is_from(self, owned: Owned, gpu: str, delta: ev.TokenDelta) -> bool:
         """Say whether `gpu` is the one that runs the current attempt.
@@ -193,6 +253,9 @@ class GatewayCore:
             self._ack(gpu, ev.AckedThrough(delta.request_id, delta.attempt, next_seq, True))
 
     def _take_delta(self, owned: Owned, delta: ev.TokenDelta) -> None:
+        if owned.stopping:
+            self._take_report(owned, delta)
+            return
         known = len(owned.output) - delta.first_seq
         if known < 0:  # a gap: not acknowledged, so the GPU sends what is missing again
             return
@@ -213,7 +276,14 @@ class GatewayCore:
         if fresh:
             self._deliver(owned, fresh, None)
         if end is not None:
-            self._next_attempt(owned, f"its engine on {owned.gpu} failed: {end.error}")
+            self._next_attempt(owned, f"its engine on {owned.gpu} failed: {end.error}", end)
+
+    def _take_report(self, owned: Owned, delta: ev.TokenDelta) -> None:
+        """Take the end of a request that was stopped; its further tokens are nobody's."""
+        if delta.end is not None:
+            next_seq = delta.first_seq + len(delta.token_ids)
+            self._ack(owned.gpu, ev.AckedThrough(delta.request_id, delta.attempt, next_seq, True))
+            self._finish(owned, (), replace(delta.end, finish_reason=STOPPED, error=""))
 
     def _moved(self, event: ev.Moved) -> None:
         owned = self._inflight.get(event.request_id)
@@ -283,13 +353,17 @@ class GatewayCore:
         owned.gpu_started_ms = self._started_ms(gpu)
         owned.progress_ms = self._now_ms
 
-    def _next_attempt(self, owned: Owned, reason: str) -> None:
+    def _next_attempt(self, owned: Owned, reason: str, end: RequestEnd | None = None) -> None:
+        """Start again elsewhere, or fail; `end` is the report of the attempt that is over, if any."""
+        if owned.stopping:
+            self._finish_unreported(owned)
+            return
+        note_energy(owned, end)
         request = owned.request
         model = self.registry.models.get(request.model)
         emulated = model is not None and model.engine == "emulated"
         if len(owned.output) >= request.max_tokens:
-            end = RequestEnd(finish_reason="length", energy_source="the GPU was lost before its report")
-            self._finish(owned, (), end)
+            self._finish(owned, (), RequestEnd(finish_reason="length"))
         elif owned.attempt >= self.settings.max_attempts:
             self._fail(owned, 502, "engine_error", f"{reason}; that was attempt {owned.attempt}, the last")
         elif owned.output and not resumable(request.sampling, emulated):
@@ -309,21 +383,29 @@ class GatewayCore:
     # ---- ends
 
     def _finish(self, owned: Owned, fresh: tuple[int, ...], end: RequestEnd) -> None:
+        end = with_earlier(owned, end)
         self._deliver(owned, fresh, end)
         self._ended(owned, end.finish_reason, end.energy_j)
-        if end.energy_j is not None:
-            self._count("gateway_energy_joules", owned.request, end.energy_j)
+        in_time = slo.met(owned.request.objectives, *self._times(owned))
+        labels = {"model": owned.request.model, "tenant": owned.request.tenant}
+        self._do(ev.Count("gateway_answers", {**labels, "objectives": "met" if in_time else "missed"}))
 
     def _fail(
         self, owned: Owned, status: int, code: str, message: str, retry_after_s: float | None = None
     ) -> None:
         self._do(Fail(owned.request.request_id, status, code, message, retry_after_s))
-        self._ended(owned, code)
+        self._ended(owned, code, owned.energy_j)
 
     def _ended(self, owned: Owned, outcome: str, energy_j: float | None = None) -> None:
         request = owned.request
         del self._inflight[request.request_id]
+        self._held[request.tenant] -= 1
+        if not self._held[request.tenant]:
+            del self._held[request.tenant], self._weights[request.tenant]
+        self._drain.note(self._now_ms)
         self._count_end(request, outcome)
+        if energy_j is not None:
+            self._count("gateway_energy_joules", request, energy_j)
         ttft_ms, mean_tbt_ms = self._times(owned)
         ended = ev.RequestEnded(
             request_id=request.request_id,
@@ -362,6 +444,10 @@ class GatewayCore:
             owned = self._inflight.get(request_id)
             if owned is not None and not owned.gpu and owned.ask_at_ms == at_ms:
                 self._ask_or_give_up(owned)
+        while self._stops and self._stops[0][0] <= self._now_ms:
+            owned = self._inflight.get(self._stops.popleft()[1])
+            if owned is not None and owned.stopping:
+                self._finish_unreported(owned)
         if self._acks and self._now_ms >= self._ack_due_ms and self.bus_up:
             for gpu, acks in self._acks.items():
                 self._send(gpu, ev.Ack(gateway=self.gateway, acks=tuple(acks.values())))

@@ -1,9 +1,19 @@
 """What the gateway's core hears from its own API, and what it tells it."""
 
-from shared.events import Action, Event
-from shared.model import ModelSpec, Request, RequestEnd
+from shared.events import STOPPED, Action, Event
+from shared.model import ModelSpec, Request, RequestEnd, Tenant
 
-STOPPED = "stop"  # reason of a `ClientGone` that a stop string caused: an end as good as any
+__all__ = [
+    "STOPPED",
+    "AddModel",
+    "Arrived",
+    "ClientGone",
+    "Deliver",
+    "DrainGpu",
+    "Fail",
+    "RemoveModel",
+    "SetTenant",
+]
 
 
 class Arrived(Event):
@@ -13,7 +23,10 @@ class Arrived(Event):
 
 
 class ClientGone(Event):
-    """The client has left, or has all it wants (a stop string): nobody reads the request any more."""
+    """The client has left: nobody reads the request any more.
+
+    With the reason `STOPPED` the client has all the text it wants, and waits for nothing but the report.
+    """
 
     request_id: str
     reason: str
@@ -29,6 +42,12 @@ class RemoveModel(Event):
     """Admin removes a model."""
 
     name: str
+
+
+class SetTenant(Event):
+    """Admin sets a tenant's limits, checked already."""
+
+    tenant: Tenant
 
 
 class DrainGpu(Event):

@@ -10,16 +10,21 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from services.gateway.api import create_app
-from services.gateway.auth import ApiKeys, read_keys
+from services.gateway.auth import ApiKeys, read_keys, read_tenants
 from services.gateway.core import Deliver, Fail, GatewayCore
+from services.gateway.limits import Tenants
+from services.gateway.quota import Quota
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared.config import Common, load
 from shared.errors import Unavailable
+from shared.model import Tenant
 from shared.runtime import Shell, run_service, wait_for_stop
-from shared.subjects import API_KEYS, GATEWAY
+from shared.subjects import API_KEYS, GATEWAY, TENANT_KEYS
 
 KEYS_PERIOD_S = 2.0
+# Longer than clients keep an idle connection (httpx: 5 s): a call sent on one just being closed would fail.
+KEEP_ALIVE_S = 75
 
 log = logging.getLogger("festina.gateway")
 
@@ -36,17 +41,21 @@ class _Server(uvicorn.Server):
 async def serve(common: Common, settings: GatewaySettings, stop: asyncio.Event) -> bool:
     """Run until told to stop, then end what runs, within `drain_s`; returns whether all went well."""
     shell = Shell(GATEWAY, common.id, common)
-    keys = ApiKeys(read_keys(settings.api_keys_file) if settings.api_keys_file else None)
+    path = settings.api_keys_file
+    keys = ApiKeys(read_keys(path) if path else None)
+    tenants = Tenants(read_tenants(path) if path else None)
     core = GatewayCore(shell.ident, settings)
-    gateway = Gateway(core, shell.feed, shell.tracing.tracer, keys, shell.store.answers)
+    quota = Quota(shell.ident, shell.store.run, shell.metrics.count)
+    gateway = Gateway(
+        core, shell.feed, shell.tracing.tracer, keys, shell.store.answers, tenants=tenants, quota=quota
+    )
     await shell.open()
     background: list[asyncio.Task[None]] = []
     try:
-        keys.set_stored(await shell.store.read_texts(API_KEYS))
+        await _refresh(shell, gateway)
         await shell.start(core, {Deliver: gateway.route, Fail: gateway.route})
-        await shell.restore()
         server = _Server(_http_config(create_app(gateway), shell, settings))
-        background = [asyncio.create_task(_refresh_keys(shell, keys)), asyncio.create_task(server.serve())]
+        background = [asyncio.create_task(_keep_fresh(shell, gateway)), asyncio.create_task(server.serve())]
         well = await wait_for_stop(shell, stop)
         gateway.draining = True
         await _drain(gateway, common.drain_s)
@@ -73,16 +82,24 @@ def _http_config(app: FastAPI, shell: Shell, settings: GatewaySettings) -> uvico
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="off",
     )
 
 
-async def _refresh_keys(shell: Shell, keys: ApiKeys) -> None:
-    """Follow the store's keys; while it is away the last known ones hold."""
+async def _keep_fresh(shell: Shell, gateway: Gateway) -> None:
+    """Follow the store's keys and limits; while it is away the last known ones hold."""
     while True:
         await asyncio.sleep(KEYS_PERIOD_S)
         with contextlib.suppress(Unavailable):
-            keys.set_stored(await shell.store.read_texts(API_KEYS))
+            await _refresh(shell, gateway)
+
+
+async def _refresh(shell: Shell, gateway: Gateway) -> None:
+    gateway.keys.set_stored(await shell.store.read_texts(API_KEYS))
+    gateway.tenants.set_stored(await shell.store.read_all(TENANT_KEYS, Tenant))
+    await gateway.quota.renew()
+    shell.metrics.show("gateway_limits_shared", {}, 0.0 if gateway.quota.alone else 1.0)
 
 
 async def _drain(gateway: Gateway, within_s: float) -> None:

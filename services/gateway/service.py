@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 from uuid import uuid4
 
 from opentelemetry.trace import Tracer
 
 from services.gateway.auth import ApiKeys
-from services.gateway.core import Arrived, ClientGone, Deliver, Fail, GatewayCore
+from services.gateway.core import STOPPED, Arrived, ClientGone, Deliver, Fail, GatewayCore
+from services.gateway.limits import Tenants
+from services.gateway.quota import Quota
 from services.gateway.tokenizers import ChatTokenizer
-from shared.errors import ConfigError, InvalidRequest
+from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.events import Event
-from shared.model import ModelSpec, Request
+from shared.model import ModelSpec, Request, Tenant
 
 Item = Deliver | Fail
 
@@ -50,6 +53,7 @@ class Gateway:
         tracer: makes the spans of requests.
         keys: who may call.
         store_answers: says whether the store answers now.
+        tenants, quota: how much each may call; without them there are no limits.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Gateway:
         tracer: Tracer,
         keys: ApiKeys,
         store_answers: Callable[[], Awaitable[bool]],
+        tenants: Tenants | None = None,
+        quota: Quota | None = None,
     ) -> None:
         self.settings = core.settings
         self.registry = core.registry
@@ -66,6 +72,8 @@ class Gateway:
         self.tracer = tracer
         self.keys = keys
         self.feed = feed
+        self.tenants = tenants or Tenants()
+        self.quota = quota or Quota(core.gateway, _no_store, lambda name, labels, value: None)
         self.draining = False
         self._core = core
         self._store_answers = store_answers
@@ -81,14 +89,15 @@ class Gateway:
         """Return an id for a client call."""
         return uuid4().hex
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: Tenant) -> None:
         """Raise InvalidRequest (429 or 503) if no request can be taken, before work is spent on it."""
-        retry_after_s = self.settings.retry_after_s
         if self.draining:
+            retry_after_s = self.settings.retry_after_s
             raise InvalidRequest(503, "draining", "this gateway is stopping", retry_after_s=retry_after_s)
-        if self._core.inflight >= self.settings.max_inflight:
-            message = f"this gateway holds {self.settings.max_inflight} requests already; try again soon"
-            raise InvalidRequest(429, "too_many_requests", message, retry_after_s=retry_after_s)
+        full = self._core.no_room(tenant.name, tenant.weight)
+        if full is not None:
+            raise full
+        self.quota.refuse_early(tenant)
 
     def submit(self, requests: Sequence[Request]) -> Inbox:
         """Give the core the choices of one call; each ends in the inbox, or by `cancel`."""
@@ -102,6 +111,11 @@ class Gateway:
         """Stop a request that nobody reads any more; harmless if it has ended."""
         if self._inboxes.pop(request_id, None) is not None:
             self.feed(ClientGone(request_id, reason))
+
+    def stop(self, request_id: str) -> None:
+        """Stop a request whose text is complete; its end still comes, with its report, within 100 ms."""
+        if request_id in self._inboxes:
+            self.feed(ClientGone(request_id, STOPPED))
 
     def route(self, item: Item) -> None:
         """Perform `Deliver` and `Fail`: bring them to the client's inbox."""
@@ -139,3 +153,7 @@ class Gateway:
         if not self.registry.live_gpus():
             found.append("gpu")
         return [*found, "draining"] if self.draining else found
+
+
+async def _no_store(script: str, keys: list[str], args: list[Any]) -> Any:
+    raise Unavailable("no store is given")

@@ -23,17 +23,19 @@ class GatewaySettings(Struct):
         max_body_bytes: largest request body; beyond it clients get 413.
         max_prompt_tokens: longest prompt that travels in one message of the bus (1 MiB); beyond it 413.
         stream_buffer: deliveries one client may lag behind before its request is cancelled.
-        retry_after_s: what a client refused for lack of room is told to wait.
+        retry_after_s: what a client refused for lack of room is told to wait while nothing better is known.
+        stop_report_ms: a request cut at a stop string waits this long for its GPU's report.
+        assumed_output_tokens: what a call that sets no output limit is counted for, until it has ended.
         api_keys_file: TOML file of API keys, see `auth.py`; empty for none.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    ask_again_ms: float = 1_000.0
+    ask_again_ms: float = 2_000.0
     deferred_ask_ms: float = 5_000.0
     dispatch_timeout_ms: float = 60_000.0
     ack_interval_ms: float = 50.0
-    alive_interval_ms: float = 1_000.0
+    alive_interval_ms: float = 500.0
     check_interval_ms: float = 250.0
     gpu_silent_ms: float = 1_500.0
     bus_grace_ms: float = 3_000.0
@@ -44,6 +46,8 @@ class GatewaySettings(Struct):
     max_prompt_tokens: int = 150_000
     stream_buffer: int = 1_024
     retry_after_s: float = 1.0
+    stop_report_ms: float = 100.0
+    assumed_output_tokens: int = 256
     api_keys_file: str = ""
 
     def __post_init__(self) -> None:

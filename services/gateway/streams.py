@@ -13,7 +13,8 @@ from opentelemetry.trace import Span, Status, StatusCode
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.core import STOPPED, Deliver, Fail
+from services.gateway.core import Deliver, Fail
+from services.gateway.quota import Ticket
 from services.gateway.service import Gateway, Inbox, Item
 from services.gateway.text import TextStream
 from services.gateway.web import error_body, error_response
@@ -21,7 +22,6 @@ from shared import slo
 from shared.errors import InvalidRequest
 from shared.model import Objectives
 
-NO_REPORT = "stopped by a stop string before the GPU's report"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -41,10 +41,8 @@ class Choice:
         if item.end is not None and self.text.stopped is None:
             text += self.text.finish()
         self.last = item
-        if self.text.stopped is not None:
-            self.finish_reason = "stop"
-        elif item.end is not None:
-            self.finish_reason = item.end.finish_reason
+        if item.end is not None:
+            self.finish_reason = "stop" if self.text.stopped is not None else item.end.finish_reason
         return text
 
 
@@ -91,7 +89,7 @@ class Call:
         known = [end.energy_j for end in ends if end.energy_j is not None]
         ttft_ms = max(last.ttft_ms for last in lasts)
         tbt_ms = max(last.mean_tbt_ms for last in lasts)
-        sources = [last.end.energy_source if last.end else NO_REPORT for last in lasts]
+        sources = [end.energy_source for end in ends]
         return {
             "gpu": ",".join(dict.fromkeys(last.gpu for last in lasts)),
             "attempt": max(last.attempt for last in lasts),
@@ -191,8 +189,11 @@ class CallResponse(Response):
     error event, after which the stream ends without its end mark.
     """
 
-    def __init__(self, gateway: Gateway, call: Call, inbox: Inbox, span: Span) -> None:
+    def __init__(
+        self, gateway: Gateway, call: Call, inbox: Inbox, span: Span, ticket: Ticket | None = None
+    ) -> None:
         super().__init__()
+        self._ticket = ticket
         self._gateway = gateway
         self._call = call
         self._inbox = inbox
@@ -210,6 +211,7 @@ class CallResponse(Response):
             reason = "the client has gone" if outcome == "cancelled" else "another choice of its call failed"
             for request_id in self._call.choices:
                 self._gateway.cancel(request_id, reason)
+            self._give_back(outcome)
             self._end_span(outcome)
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> str:
@@ -223,7 +225,7 @@ class CallResponse(Response):
             choice = self._call.choices[item.request_id]
             choice.pieces.append(self._take(choice, item))
         body = self._call.whole()
-        await _start(send, self._call, b"application/json", len(body))
+        await _start(send, self._call, self._limits, b"application/json", len(body))
         await send({"type": "http.response.body", "body": body})
         return ""
 
@@ -235,7 +237,7 @@ class CallResponse(Response):
         frames = Frames(self._call)
         items = [first, *self._inbox.drain()]
         if first is not None:
-            await _start(send, self._call, b"text/event-stream; charset=utf-8")
+            await _start(send, self._call, self._limits, b"text/event-stream; charset=utf-8")
         parts = [frames.roles()]
         while True:
             failed = self._frame(frames, items, parts)
@@ -258,8 +260,6 @@ class CallResponse(Response):
             if item is None:
                 return None
             choice = self._call.choices[item.request_id]
-            if choice.finish_reason:  # it stopped at a stop string while more was on its way
-                continue
             if isinstance(item, Fail):
                 parts.append(b"data: " + error_body(item.status, item.code, item.message) + b"\n\n")
                 return item.code
@@ -271,16 +271,30 @@ class CallResponse(Response):
         return ""
 
     def _take(self, choice: Choice, item: Deliver) -> str:
-        if choice.finish_reason:
-            return ""
+        """Take the next tokens; at a stop string, stop the work and wait for nothing but its end."""
+        stopped_before = choice.text.stopped
         text = choice.take(item)
-        if choice.finish_reason and item.end is None:
-            self._gateway.cancel(item.request_id, STOPPED)
+        if choice.text.stopped is not None and stopped_before is None and item.end is None:
+            self._gateway.stop(item.request_id)
         return text
 
     async def _fail(self, item: Fail, scope: Scope, receive: Receive, send: Send) -> None:
-        error = InvalidRequest(item.status, item.code, item.message, retry_after_s=item.retry_after_s)
+        error = InvalidRequest(
+            item.status, item.code, item.message, retry_after_s=item.retry_after_s, headers=self._limits
+        )
         await error_response(error, self._call.call_id)(scope, receive, send)
+
+    @property
+    def _limits(self) -> dict[str, str]:
+        return self._ticket.headers if self._ticket else {}
+
+    def _give_back(self, outcome: str) -> None:
+        """End the call for its tenant's limits; a failed one without an answer has used no tokens."""
+        if self._ticket is None:
+            return
+        usage = self._call.usage()
+        unserved = outcome not in ("", "cancelled") and not usage["completion_tokens"]
+        self._gateway.quota.give_back(self._ticket, 0 if unserved else usage["total_tokens"])
 
     def _end_span(self, failed: str) -> None:
         if self._span.is_recording():
@@ -297,8 +311,11 @@ class CallResponse(Response):
         self._span.end()
 
 
-async def _start(send: Send, call: Call, content_type: bytes, length: int | None = None) -> None:
+async def _start(
+    send: Send, call: Call, limits: dict[str, str], content_type: bytes, length: int | None = None
+) -> None:
     headers = [(b"content-type", content_type), (b"x-request-id", call.call_id.encode())]
+    headers += [(name.encode(), value.encode()) for name, value in limits.items()]
     if length is None:
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
     else:

@@ -1,5 +1,6 @@
 """Small words of HTTP: bodies in, JSON and errors in OpenAI's shape out."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -43,9 +44,9 @@ def error_body(status: int, code: str, message: str, param: str | None = None) -
 
 def error_response(error: InvalidRequest, call_id: str) -> Response:
     """Return an error as a whole answer."""
-    headers = {"x-request-id": call_id}
+    headers = {"x-request-id": call_id, **error.headers}
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     body = error_body(error.status, error.code, error.message, error.param)

@@ -245,8 +245,8 @@ async def test_a_stop_string_ends_the_work(client: httpx.AsyncClient, pool: Pool
         report = body["festina"]
         assert body["usage"]["completion_tokens"] < len(ANSWER)
     assert (text, reason) == ("Water is", "stop")
-    assert report["energy_j"] is None and "stop string" in report["energy_source"]
-    assert pool.aborted[0].reason == "stop"
+    assert (report["energy_j"], report["energy_source"]) == (2.5, "meter")  # its GPU's last word
+    assert [abort.reason for abort in pool.aborted] == ["stop"]
     assert pool.core.inflight == 0
 
 

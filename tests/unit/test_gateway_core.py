@@ -3,6 +3,7 @@
 from typing import Any
 
 from services.gateway.core import (
+    STOPPED,
     AddModel,
     Arrived,
     ClientGone,
@@ -76,8 +77,9 @@ def tokens(
     attempt: int = 1,
     end: RequestEnd | None = None,
     request_id: str = "r",
+    moved_from: str = "",
 ) -> ev.Tokens:
-    delta = ev.TokenDelta(request_id=request_id, attempt=attempt, first_seq=first_seq, token_ids=ids, end=end)
+    delta = ev.TokenDelta(request_id, attempt, first_seq, ids, end, moved_from)
     return ev.Tokens(gpu=gpu, deltas=(delta,))
 
 
@@ -86,7 +88,9 @@ def admitted(gpu: str, attempt: int = 1, request_id: str = "r") -> ev.Admitted:
 
 
 class Driver:
-    """A core with a clock, and a tick whenever the core wants one."""
+    """A core with a clock, and a tick whenever the core wants one. With `cut`, nothing comes from the bus."""
+
+    cut = False
 
     def __init__(self, **settings: Any) -> None:
         self.core = GatewayCore("gw", GatewaySettings(**settings))
@@ -94,7 +98,10 @@ class Driver:
         self.step(ev.Tick())
 
     def step(self, event: ev.Message | ev.Event) -> list[ev.Action]:
-        return self.core.step(self.now_ms, event)
+        actions = self.core.step(self.now_ms, event)
+        for _, alive in [] if self.cut else sends(actions, ev.GatewayAlive):
+            assert self.core.step(self.now_ms, alive) == []  # it hears itself
+        return actions
 
     def run(self, for_ms: float, beats: tuple[str, ...] = ()) -> list[ev.Action]:
         """Let time pass; the GPUs in `beats` are heard of twice a second."""
@@ -131,14 +138,14 @@ def only(actions: list[ev.Action], kind: type) -> list[Any]:
 # ---- dispatch
 
 
-def test_asks_any_scheduler_once_and_again_each_second_with_the_same_attempt() -> None:
+def test_asks_any_scheduler_once_and_again_every_two_seconds_with_the_same_attempt() -> None:
     d = Driver()
     first = sends(d.step(Arrived(request(waited_ms=5.0))), ev.Dispatch)
     assert [(to, m.request.attempt, m.request.waited_ms, m.excluded) for to, m in first] == [
         ("any", 1, 5.0, ())
     ]
-    again = sends(d.run(2500.0), ev.Dispatch)
-    assert [(m.request.attempt, m.request.waited_ms) for _, m in again] == [(1, 1005.0), (1, 2005.0)]
+    again = sends(d.run(4500.0), ev.Dispatch)
+    assert [(m.request.attempt, m.request.waited_ms) for _, m in again] == [(1, 2005.0), (1, 4005.0)]
 
 
 def test_a_deferred_request_is_asked_for_every_five_seconds() -> None:
@@ -260,7 +267,10 @@ def test_the_end_comes_once_with_times_and_is_acknowledged_again_if_repeated() -
         ("gateway_requests", "stop", 1.0),
         ("gateway_output_tokens", None, 3),
         ("gateway_energy_joules", None, 7.0),
+        ("gateway_answers", None, 1.0),
     }
+    judged = [c.labels["objectives"] for c in only(actions, ev.Count) if c.name == "gateway_answers"]
+    assert judged == ["met"]
     d.run(60.0)
     assert only(d.step(tokens("a", 2, 3, end=STOP)), Deliver) == []
     ((to, ack),) = sends(d.run(60.0), ev.Ack)
@@ -302,6 +312,27 @@ def test_a_move_away_from_another_gpu_means_nothing() -> None:
     d.step(tokens("a", 0, 1))
     assert only(d.step(tokens("c", 1, 2)), Deliver) == []
     assert [to for to, _ in sends(d.step(ClientGone("r", "left")), ev.Abort)] == ["a"]
+
+
+def test_a_moved_request_goes_on_although_the_sources_last_tokens_and_the_word_of_the_move_are_lost() -> None:
+    d = Driver()
+    d.admit()
+    d.step(tokens("a", 0, 1, 2))
+    ahead = d.step(tokens("b", 4, 5, moved_from="a"))  # what stands before it is still on its way
+    assert only(ahead, Deliver) == [] and sends(ahead, ev.Abort) == []
+    actions = d.step(tokens("b", 0, 1, 2, 3, 4, moved_from="a"))
+    assert [(a.token_ids, a.gpu) for a in only(actions, Deliver)] == [((3, 4), "b")]
+    assert [a.token_ids for a in only(d.step(tokens("b", 4, 5)), Deliver)] == [(5,)]
+    assert [to for to, _ in sends(d.step(tokens("a", 2, 9)), ev.Abort)] == ["a"]
+
+
+def test_a_destination_is_stopped_if_the_source_went_on_meanwhile() -> None:
+    d = Driver()
+    d.admit()
+    d.step(tokens("a", 0, 1, 2, 3))
+    actions = d.step(tokens("b", 0, 1, 2, moved_from="a"))
+    assert only(actions, Deliver) == [] and [to for to, _ in sends(actions, ev.Abort)] == ["b"]
+    assert [a.token_ids for a in only(d.step(tokens("a", 3, 4)), Deliver)] == [(4,)]
 
 
 def test_a_move_of_a_request_that_is_over_stops_the_destination() -> None:
@@ -376,6 +407,16 @@ def test_a_silent_gpu_loses_its_requests_after_the_limit_and_not_before() -> Non
     assert d.core.registry.live_gpus() == []
     d.step(summary("a", 2))
     assert len(d.core.registry.live_gpus()) == 1
+
+
+def test_silence_means_nothing_while_nothing_at_all_is_heard() -> None:
+    d = Driver()
+    d.step(summary("a", 1))
+    d.admit()
+    d.cut = True  # the link is dead, and nobody has said so
+    assert sends(d.run(10_000.0), ev.Dispatch) == []
+    d.cut = False
+    assert len(sends(d.run(1_000.0), ev.Dispatch)) == 1
 
 
 def test_a_gpu_that_is_heard_of_keeps_its_requests() -> None:
@@ -460,9 +501,9 @@ def test_a_client_that_leaves_before_admission_stops_whoever_admits_later() -> N
     assert [to for to, _ in sends(d.step(admitted("a")), ev.Abort)] == ["a"]
 
 
-def test_the_gateway_shows_each_second_that_it_lives() -> None:
+def test_the_gateway_shows_twice_a_second_that_it_lives() -> None:
     d = Driver()
-    assert [to for to, _ in sends(d.run(5_000.0), ev.GatewayAlive)] == ["gw"] * 5
+    assert [to for to, _ in sends(d.run(5_000.0), ev.GatewayAlive)] == ["gw"] * 10
 
 
 def test_nothing_due_while_the_bus_is_down_wakes_the_core_over_and_over() -> None:
@@ -496,3 +537,91 @@ def test_names_that_meet_on_the_bus_conflict() -> None:
     assert "Llama-3.1" in registry.conflict(model("llama-3-1"))
     assert "other values" in registry.conflict(model("Llama-3.1", "emulated"))
     assert registry.visible("llama-3.1", "default") is None
+
+
+# ---- stop strings, energy of earlier attempts, and shares of the room
+
+
+def test_a_stop_string_waits_for_the_report_and_no_longer() -> None:
+    d = Driver(stop_report_ms=100.0)
+    d.admit()
+    d.step(tokens("a", 0, 1, 2))
+    done = d.step(ClientGone("r", STOPPED))
+    assert [message.reason for _, message in sends(done, ev.Abort)] == [STOPPED]
+    assert only(done, Deliver) == [] and d.core.inflight == 1
+    assert only(d.step(tokens("a", 2, 3)), Deliver) == []  # nobody's
+    end = RequestEnd(finish_reason="stop", energy_j=3.0, energy_source="meter")
+    done = d.step(tokens("a", 2, end=end))
+    (last,) = only(done, Deliver)
+    assert (last.token_ids, last.end) == ((), end) and d.core.inflight == 0
+    (ended,) = [message for _, message in sends(done, ev.RequestEnded)]
+    assert (ended.outcome, ended.energy_j, ended.output_tokens) == ("stop", 3.0, 2)
+    assert only(d.run(200.0, beats=("a",)), Deliver) == []
+
+
+def test_without_a_report_in_time_a_stopped_request_ends_without() -> None:
+    d = Driver(stop_report_ms=100.0)
+    d.admit()
+    d.step(tokens("a", 0, 1))
+    d.step(ClientGone("r", STOPPED))
+    assert only(d.run(99.0, beats=("a",)), Deliver) == []
+    (last,) = only(d.run(2.0, beats=("a",)), Deliver)
+    assert last.end is not None and last.end.energy_j is None and "not report" in last.end.energy_source
+    assert [m.reason for _, m in sends(d.step(tokens("a", 1, 2)), ev.Abort)] == ["not wanted any more"]
+
+
+def test_a_stopped_request_is_not_started_again() -> None:
+    d = Driver()
+    d.admit()
+    d.step(tokens("a", 0, 1))
+    d.step(ClientGone("r", STOPPED))
+    done = d.step(summary("a", seq=1, started_ms=1.0)) + d.step(summary("a", seq=1, started_ms=2.0))
+    assert sends(done, ev.Dispatch) == [] and only(done, Deliver)[0].end is not None
+
+
+def test_the_energy_of_a_failed_attempt_is_part_of_the_requests() -> None:
+    d = Driver()
+    d.admit()
+    failed = RequestEnd(finish_reason="error", error="x", energy_j=2.0, energy_source="meter")
+    d.step(tokens("a", 0, 1, end=failed))
+    d.step(admitted("b", attempt=2))
+    (last,) = only(d.step(tokens("b", 1, 2, attempt=2, end=STOP)), Deliver)
+    assert last.end is not None and (last.end.energy_j, last.end.energy_source) == (9.0, "meter")
+
+
+def test_what_a_lost_gpu_took_is_said_to_be_missing() -> None:
+    d = Driver()
+    d.step(summary("a", seq=1))
+    d.admit()
+    d.step(tokens("a", 0, 1))
+    d.run(2000.0, beats=("b",))
+    d.step(admitted("b", attempt=2))
+    (last,) = only(d.step(tokens("b", 1, 2, attempt=2, end=STOP)), Deliver)
+    assert last.end is not None and last.end.energy_j == 7.0
+    assert last.end.energy_source == "meter; not counted: what a never reported"
+
+
+def test_a_tenants_flood_leaves_room_for_others() -> None:
+    d = Driver(max_inflight=16)
+    fails = [d.step(Arrived(request(f"f{i}", tenant="flood"))) for i in range(20)]
+    assert [bool(only(done, Fail)) for done in fails] == [False] * 14 + [True] * 6
+    assert "its share" in only(fails[-1], Fail)[0].message
+    for i in range(2):
+        assert not only(d.step(Arrived(request(f"o{i}", tenant="other"))), Fail)
+    assert "holds 16" in only(d.step(Arrived(request("o2", tenant="other"))), Fail)[0].message
+    d.step(ClientGone("f0", "left"))
+    assert only(d.step(Arrived(request("f21", tenant="flood"))), Fail)
+    assert not only(d.step(Arrived(request("o3", tenant="other"))), Fail)
+
+
+def test_what_is_refused_is_told_when_to_come_back() -> None:
+    d = Driver(max_inflight=8, retry_after_s=5.0)
+    for i in range(8):
+        d.step(Arrived(request(f"r{i}", tenant="ab"[i % 2])))
+    assert only(d.step(Arrived(request("x", tenant="a"))), Fail)[0].retry_after_s == 5.0  # nothing known yet
+    for i in range(20):  # one ends each 2 s
+        d.now_ms += 2000.0
+        d.step(ClientGone(f"r{i}", "left"))
+        d.step(Arrived(request(f"r{i + 8}", tenant="ab"[i % 2])))
+    (fail,) = only(d.step(Arrived(request("y", tenant="a"))), Fail)
+    assert fail.retry_after_s is not None and 1.8 < fail.retry_after_s < 2.3  # one too many

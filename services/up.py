@@ -18,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from services import tables
 from services.local_sched.vllm_env import prepare_model, prepare_vllm_env
 from services.pool import Pool, PoolSettings
 from services.supervise import port_is_free
@@ -48,10 +49,9 @@ class Up:
         Raises:
             FestinaError: something did not start; what had started is taken down first.
         """
-        if not port_is_free("127.0.0.1", self.settings.port):
-            raise FestinaError(
-                f"port {self.settings.port} is taken (another Festina?); set FESTINA_PORT to a free one"
-            )
+        for port in self.settings.ports:
+            if not port_is_free("127.0.0.1", port):
+                raise FestinaError(f"port {port} is taken (another Festina?); set FESTINA_PORT to a free one")
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -95,11 +95,16 @@ class Up:
         for server in self.pool.servers:
             await server.start(restart=False)
             progress.advance(bar)
+        # profiled while no pool ran: the services find them when they start
+        common, profiled = tables.servers_of(self.pool.state_dir), tables.tables_dir(self.pool.state_dir)
+        for why in await tables.offer_files(common, profiled):
+            self.console.print(f"[yellow]look-up table left out: {why}[/yellow]")
         for service in services:
             await service.start()
             progress.advance(bar)
         deadline = asyncio.get_running_loop().time() + READY_WITHIN_S
-        while not await self._answers("/ready" if self.settings.gpus else "/health"):
+        path = "/ready" if self.settings.gpus else "/health"
+        while not all([await self._answers(port, path) for port in self.settings.ports]):
             for child in self.pool.servers + services:
                 child.expect_alive()
             if asyncio.get_running_loop().time() > deadline:
@@ -158,9 +163,9 @@ class Up:
         answer = await self.http.get(f"/v1/models/{name}")
         return answer.status_code == 200 and answer.json()["state"] == "ready"
 
-    async def _answers(self, path: str) -> bool:
+    async def _answers(self, port: int, path: str) -> bool:
         try:
-            return (await self.http.get(path)).status_code == 200
+            return (await self.http.get(f"http://127.0.0.1:{port}{path}")).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -59,7 +59,7 @@ class Bus:
             "name": name,
             "max_reconnect_attempts": -1,
             "reconnect_time_wait": 0.25,
-            "ping_interval": 5,
+            "ping_interval": 1,  # with the next line: a cut without a word is noticed within 3 s
             "max_outstanding_pings": 2,
             "pending_size": 8 << 20,
             "disconnected_cb": self._lost,

@@ -6,6 +6,8 @@ from services.consolidator.place import Room, need_bytes, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec
 
+DRAINING = "draining"  # state of a GPU that takes no new work
+
 
 class Cluster:
     """Desired and actual state, and the questions that planning and ordering ask of both.
@@ -71,7 +73,12 @@ class Cluster:
 
     def working_gpus(self) -> list[str]:
         """Return the known GPUs that take work, by name."""
-        return sorted(self.summaries.keys() - self.drained)
+        return sorted(gpu for gpu in self.summaries if not self.is_closed(gpu))
+
+    def is_closed(self, gpu: str) -> bool:
+        """Say whether a GPU takes no work: it is drained, or says that it is about to leave."""
+        summary = self.summaries.get(gpu)
+        return gpu in self.drained or (summary is not None and summary.state == DRAINING)
 
     # ---- actual: engines
 
@@ -82,7 +89,7 @@ class Cluster:
 
     def healthy(self, model: str) -> list[str]:
         """Return the GPUs that are to have a model and have not failed to; one not heard of yet counts."""
-        placed = [gpu for i in self._by_model.get(model, ()) for gpu in i.gpus if gpu not in self.drained]
+        placed = [gpu for i in self._by_model.get(model, ()) for gpu in i.gpus if not self.is_closed(gpu)]
         engines = ((gpu, self.engine(gpu, model)) for gpu in placed)
         return [gpu for gpu, engine in engines if engine is None or engine.state != "failed"]
 

@@ -7,7 +7,10 @@ it, and the model takes its place in the placement again, so a request that race
 
 from collections.abc import Iterator
 
-from services.consolidator.cluster import Cluster
+from msgspec.structs import replace
+
+from services.consolidator.cluster import DRAINING, Cluster
+from services.consolidator.election import Election
 from services.consolidator.orders import Orders, is_busy
 from services.consolidator.place import IdleModel, Room, evict, need_bytes, place
 from services.consolidator.settings import ConsolidatorSettings
@@ -17,7 +20,7 @@ from shared.subjects import PLACEMENT_KEY
 
 
 class ConsolidatorCore:
-    """The one writer of the placement.
+    """The one writer of the placement, where it leads; else it only follows what the leader decides.
 
     Args:
         consolidator: this replica's id.
@@ -37,7 +40,6 @@ class ConsolidatorCore:
         self._set = settings
         self._cluster = Cluster(settings, models)
         self._placement = placement or Placement(version=0)
-        self._stored = placement is not None
         self._cluster.replace(self._placement.instances)
         self._cluster.drained = set(self._placement.drained)
         self._seen_ms: dict[str, float] = {}
@@ -47,7 +49,10 @@ class ConsolidatorCore:
         self._scaled_ms: dict[str, float] = {}
         self._orders: Orders | None = None
         self._settled_ms = 0.0
+        self._election = Election(consolidator, settings.peer_silent_ms)
+        self._leading = False
         self._heard_since_ms = 0.0  # the silence of a GPU counts from here on at the earliest
+        self._heard_until_ms = 0.0  # and no longer than to here: later, we may be the ones who are deaf
         self._bus_lost = False
         self._announce = True
         self._planned = False
@@ -57,6 +62,11 @@ class ConsolidatorCore:
     def wake_ms(self) -> float | None:
         """When to look again; None while the bus is lost."""
         return None if self._bus_lost else self._next_tick_ms
+
+    @property
+    def leading(self) -> bool:
+        """Whether this replica decides."""
+        return self._leading
 
     @property
     def placement(self) -> Placement:
@@ -72,13 +82,23 @@ class ConsolidatorCore:
             only_gpu = event.summary.gpu
         if isinstance(event, ev.Tick):
             settled = now_ms >= self._settled_ms
-            self._next_tick_ms = now_ms + self._set.tick_ms if settled else self._settled_ms
+            next_ms = now_ms + self._set.tick_ms
+            self._next_tick_ms = next_ms if settled else min(next_ms, self._settled_ms)
         self._absorb(now_ms, event, orders)
-        if now_ms < self._settled_ms or self._bus_lost:
+        if self._bus_lost:
             return []
+        actions: list[ev.Action] = []
+        if isinstance(event, ev.Tick):
+            alive = ev.ConsolidatorAlive(consolidator=self._id, placement_version=self._placement.version)
+            actions.append(ev.Send(to=self._id, message=alive))
+        if isinstance(event, ev.ConsolidatorAlive) and event.placement_version < self._placement.version:
+            actions.append(self._announcement())
+        if now_ms < self._settled_ms or not self._leads(now_ms):
+            return actions
         if only_gpu and self._planned:
             return orders.for_gpu(now_ms, only_gpu, self._placement.version)
-        actions = self._scale_out(now_ms, event) if isinstance(event, ev.ScaleOut) else []
+        if isinstance(event, ev.ScaleOut):
+            actions += self._scale_out(now_ms, event)
         self._plan(now_ms, orders)
         actions += self._publish()
         for gpu in self._cluster.gpus():
@@ -88,16 +108,28 @@ class ConsolidatorCore:
     def _start(self, now_ms: float) -> Orders:
         self._settled_ms = self._next_tick_ms = now_ms + self._set.settle_ms
         self._heard_since_ms = now_ms
-        if not self._stored:
-            # GPUs may remember the version of a placement that the store has lost; no version is above time.
-            self._placement = Placement(version=max(0, int(now_ms)))
         self._orders = Orders(self._set, self._cluster, prefix=f"{self._id}.{int(now_ms)}")
         return self._orders
+
+    def _leads(self, now_ms: float) -> bool:
+        """Say whether this replica leads; when it begins to, its placement gets a version above all others.
+
+        No version is above the time, so it is also above what the store has lost or a peer still writes.
+        """
+        leads = self._election.leads(self._heard_until_ms)
+        if leads and not self._leading:
+            version = max(self._placement.version + 1, int(now_ms))
+            self._placement = replace(self._placement, version=version)
+            self._announce, self._planned = True, False
+        self._leading = leads
+        return leads
 
     # ---- what is heard
 
     def _absorb(self, now_ms: float, event: ev.Message | ev.Event, orders: Orders) -> None:
         cluster = self._cluster
+        if isinstance(event, ev.Message):
+            self._heard_until_ms = now_ms
         match event:
             case ev.SummaryChanged(summary=summary):
                 self._hear(now_ms, summary, orders)
@@ -120,6 +152,8 @@ class ConsolidatorCore:
                 self._fill_up()
             case ev.PlacementChanged(placement=placement) if placement.version > self._placement.version:
                 self._follow(placement)
+            case ev.ConsolidatorAlive(consolidator=peer):
+                self._election.hear(now_ms, peer)
             case ev.MoveEnded(move_id=move_id):
                 orders.move_ended(now_ms, move_id)
             case ev.BusLost():
@@ -127,15 +161,17 @@ class ConsolidatorCore:
             case ev.BusRestored():
                 self._bus_lost, self._announce = False, True
                 self._heard_since_ms = now_ms
+                self._election.excuse(now_ms)
                 self._next_tick_ms = max(now_ms, self._settled_ms)
 
     def _hear(self, now_ms: float, summary: GpuSummary, orders: Orders) -> None:
         known = self._cluster.summaries.get(summary.gpu)
         if known and (summary.started_ms, summary.seq) <= (known.started_ms, known.seq):
             return
-        if known is None:
+        reopened = known is not None and known.state == DRAINING != summary.state
+        if known is None or reopened:
             self._fill_up()
-        elif summary.started_ms != known.started_ms:
+        if known is not None and summary.started_ms != known.started_ms:
             orders.forget(summary.gpu)
         self._cluster.summaries[summary.gpu] = summary
         self._seen_ms[summary.gpu] = now_ms
@@ -152,6 +188,8 @@ class ConsolidatorCore:
         self._cluster.replace(placement.instances)
         self._cluster.drained = set(placement.drained)
         self._parked = (self._parked | (before - after)) - after
+        self._to_place -= self._parked | after
+        self._announce = True  # if it leads, the store must have it too: the peer's word may not get there
 
     # ---- what the placement is to be
 
@@ -182,12 +220,12 @@ class ConsolidatorCore:
         cluster = self._cluster
         for gpu in cluster.gpus():
             last_ms = max(self._seen_ms.get(gpu, 0.0), self._heard_since_ms)
-            gone = now_ms - last_ms >= self._set.gpu_gone_ms
+            gone = self._heard_until_ms - last_ms >= self._set.gpu_gone_ms
             if gone:
                 cluster.summaries.pop(gpu, None)
                 self._seen_ms.pop(gpu, None)
                 orders.forget(gpu)
-            if gone or gpu in cluster.drained:
+            if gone or cluster.is_closed(gpu):
                 for instance in cluster.on_gpu(gpu):
                     cluster.remove(instance)
                     self._to_place.add(instance.model)
@@ -291,8 +329,12 @@ class ConsolidatorCore:
         if (instances, drained) != (self._placement.instances, self._placement.drained):
             version = self._placement.version + 1
             self._placement = Placement(version=version, instances=instances, drained=drained)
-            actions += [ev.Put(key=PLACEMENT_KEY, value=self._placement), ev.Count(name="placements")]
+            actions.append(ev.Count(name="placements"))
         if actions or self._announce:
             self._announce = False
-            actions.append(ev.Send(to="current", message=ev.PlacementChanged(placement=self._placement)))
+            actions.append(ev.Put(key=PLACEMENT_KEY, value=self._placement))
+            actions.append(self._announcement())
         return actions
+
+    def _announcement(self) -> ev.Send:
+        return ev.Send(to="current", message=ev.PlacementChanged(placement=self._placement))

@@ -18,7 +18,6 @@ async def serve(common: Common, settings: ConsolidatorSettings, stop: asyncio.Ev
         placement = await shell.store.read(PLACEMENT_KEY, Placement)
         models = await shell.store.read_all(MODEL_KEYS, ModelSpec)
         await shell.start(ConsolidatorCore(shell.ident, settings, placement, tuple(models)), {})
-        await shell.restore()
         return await wait_for_stop(shell, stop)
     finally:
         await shell.close()

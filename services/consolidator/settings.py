@@ -9,7 +9,8 @@ class ConsolidatorSettings(Struct):
 
     Args:
         settle_ms: after the start, time for the GPUs' summaries to arrive before anything is decided.
-        tick_ms: period of the comparison of placement and reality.
+        tick_ms: period of the comparison of placement and reality, and of the heartbeat to other replicas.
+        peer_silent_ms: a replica not heard of for this long leads no more.
         safety_margin: share of a GPU's memory that placement leaves free (3.5.2: 5 %).
         min_kv_bytes: KV memory that each placed model must at least find.
         gpu_gone_ms: a GPU without a summary for this long is gone (three heartbeats).
@@ -26,6 +27,7 @@ class ConsolidatorSettings(Struct):
 
     settle_ms: float = 1_500.0
     tick_ms: float = 500.0
+    peer_silent_ms: float = 2_000.0
     safety_margin: float = 0.05
     min_kv_bytes: int = 1 << 30
     gpu_gone_ms: float = 3_000.0

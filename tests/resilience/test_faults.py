@@ -1,0 +1,117 @@
+"""Every service killed, bus and store taken away, under streams whose every token is known."""
+
+import asyncio
+import signal
+import time
+
+import pytest
+from chaos import CUT_S, LEASE_S, ROUNDS, Clients, gateways_answer, kill, service_pids, wait_until_idle
+from support import RunningPool, Servers
+
+pytestmark = pytest.mark.resilience
+
+# one of each service in turn; of each, another replica every round
+VICTIMS = (
+    ("scheduler-0", "scheduler-1", "scheduler-2"),
+    ("emulated-0-gpu-0", "emulated-1-gpu-0", "emulated-0-gpu-1", "emulated-1-gpu-1"),
+    ("consolidator-0", "consolidator-1"),
+    ("emulated-0", "emulated-1"),
+    ("gateway-1", "gateway-0"),
+)
+
+
+async def test_killing_each_service_in_turn_loses_and_doubles_nothing(
+    pool: RunningPool, urls: list[str], clients: Clients
+) -> None:
+    await clients.learn()
+    stop = asyncio.Event()
+    load = asyncio.create_task(clients.load(16, stop))
+    gateway_deaths: list[tuple[int, float]] = []
+    for number in range(ROUNDS):
+        for replicas in VICTIMS:
+            await asyncio.sleep(1.5)
+            victim = replicas[number % len(replicas)]
+            died_s = await kill(pool, victim)
+            if victim.startswith("gateway"):
+                gateway_deaths.append((int(victim[-1]), died_s))
+    await asyncio.sleep(2.0)
+    while len(clients.outcomes) < 80 * ROUNDS:
+        await asyncio.sleep(0.1)
+    stop.set()
+    await load
+    print(clients.summary())
+
+    assert clients.wrong() == []
+    unexplained = [
+        outcome
+        for outcome in clients.failed()
+        if not outcome.broken
+        or not any(
+            gateway == outcome.gateway and outcome.started_s - 0.5 <= died_s <= outcome.ended_s + 0.5
+            for gateway, died_s in gateway_deaths
+        )
+    ]
+    assert unexplained == []
+    assert len(clients.outcomes) - len(clients.failed()) >= 70 * ROUNDS
+    await gateways_answer(urls)
+    await wait_until_idle(urls[0], LEASE_S + 2.0)
+
+
+async def test_the_work_of_a_dead_gateway_is_aborted_within_its_lease(
+    pool: RunningPool, urls: list[str], clients: Clients
+) -> None:
+    asked = [clients.ask(model, 1, gateway=1, max_tokens=4000) for model in clients.models * 2]
+    tasks = [asyncio.create_task(each) for each in asked]
+    await asyncio.sleep(1.5)
+    died_s = await kill(pool, "gateway-1")
+    await wait_until_idle(urls[0], LEASE_S + 1.0 - (time.monotonic() - died_s))
+    assert all(outcome.broken for outcome in await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("server", ["nats", "store"])
+async def test_bus_or_store_away_costs_time_and_nothing_else(
+    pool: RunningPool, urls: list[str], clients: Clients, bus_and_store: Servers, server: str
+) -> None:
+    await clients.learn(prompts=4)
+    before = service_pids(pool)
+    stop = asyncio.Event()
+    load = asyncio.create_task(clients.load(16, stop))
+    await asyncio.sleep(1.5)
+    await asyncio.to_thread(bus_and_store.stop, server)
+    stopped_s = time.monotonic()
+    await asyncio.sleep(CUT_S)
+    bus_and_store.start(server)
+    await asyncio.sleep(3.0)
+    stop.set()
+    await load
+    print(clients.summary())
+
+    assert clients.wrong() == [] and clients.failed() == []
+    through = [o for o in clients.outcomes if o.started_s < stopped_s < o.ended_s]
+    assert len(through) >= 8
+    # nobody took a GPU for dead: each stream went on where it was
+    assert {outcome.report["attempt"] for outcome in clients.outcomes} == {1}
+    assert service_pids(pool) == before
+    await wait_until_idle(urls[0], 3.0)
+
+
+async def test_restarting_one_after_the_other_under_load_loses_nothing(
+    pool: RunningPool, urls: list[str], clients: Clients
+) -> None:
+    await clients.learn(prompts=4)
+    stop = asyncio.Event()
+    load = asyncio.create_task(clients.load(16, stop))
+    services = ["scheduler-0", "emulated-0-gpu-0", "gateway-1"]
+    if ROUNDS > 1:
+        services = [each for replicas in VICTIMS for each in replicas]
+    for service in services:
+        await asyncio.sleep(1.0)
+        await kill(pool, service, signal.SIGTERM)
+    await asyncio.sleep(2.0)
+    stop.set()
+    await load
+    print(clients.summary())
+    assert clients.wrong() == []
+    assert clients.failed() == []
+    await gateways_answer(urls)
+    await wait_until_idle(urls[0], 3.0)

@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test lint bench clean
+.PHONY: help setup setup-vllm up test test-resilience test-compose live-check sim-soak lint bench clean
 
 help:  ## show this
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## make .venv and install Festina with its development tools
 
@@ -28,6 +28,21 @@ up: setup  ## start a pool here: 4 emulated H100, and vLLM on CPU (EMULATED=1 le
 
 test: setup setup-vllm  ## all tests
 	$(BIN)/python -m pytest
+
+test-resilience: setup  ## kill, cut off and restart everything under load, for several minutes
+	FESTINA_RESILIENCE_ROUNDS=10 $(BIN)/python -m pytest -v -s -m resilience tests/resilience
+
+test-compose: setup  ## build and start compose.yaml for real, where a Docker engine can run
+	$(BIN)/python -m pytest -v -s -m compose --durations=5 --durations-min=1 tests/compose
+
+sim-soak: setup  ## play thousands of random scenarios with faults in the simulator (SEEDS=0:2000)
+	$(BIN)/python -m sim.soak --seeds $(or $(SEEDS),0:2000)
+
+live-check: setup  ## compare a live emulated pool with the simulator, for 10 minutes (MINUTES=2)
+	$(BIN)/python -m sim.live_check --minutes $(or $(MINUTES),10)
+
+.env:  ## compose's environment, with passwords made up at random
+	@umask 077; $(PYTHON) -c 'import re, secrets, sys; print(re.sub("(?m)=change-me$$", lambda _: "=" + secrets.token_hex(16), sys.stdin.read()), end="")' < deploy/env.example > $@
 
 lint: setup  ## ruff, mypy, import rules
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -16,7 +17,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services import profile_cli
+from services.lut_cli import lut_app
 from shared.errors import FestinaError
+from sim import cli as sim_cli
 
 app = typer.Typer(
     name="festina",
@@ -30,8 +34,14 @@ keys_app = typer.Typer(
     help="API keys, each naming a tenant; without any the API is open.", no_args_is_help=True
 )
 app.add_typer(models_app, name="models")
+app.add_typer(lut_app, name="lut")
 app.add_typer(gpus_app, name="gpus")
+tenants_app = typer.Typer(help="What each tenant may use.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
+app.command()(profile_cli.profile)
+app.command()(sim_cli.sim)
+app.command()(sim_cli.plan)
 
 Url = Annotated[str, typer.Option(envvar="FESTINA_URL", help="Address of a gateway.")]
 AdminKey = Annotated[
@@ -51,6 +61,14 @@ def up(
     ] = 8000,
     emulated: Annotated[bool, typer.Option(help="Leave out the CPU host with its real vLLM engine.")] = False,
     gpus: Annotated[int, typer.Option(min=0, max=64, help="Emulated H100 GPUs.")] = 4,
+    hosts: Annotated[int, typer.Option(min=1, max=64, help="Emulated hosts that the GPUs are on.")] = 1,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=16, help="Gateways; the second listens on the next port, and so on.")
+    ] = 1,
+    schedulers: Annotated[int, typer.Option(min=1, max=16, help="Global schedulers.")] = 1,
+    consolidators: Annotated[
+        int, typer.Option(min=1, max=16, help="Consolidators; one leads, the others take over.")
+    ] = 1,
     models: Annotated[int, typer.Option(min=0, max=43, help="Models of the catalog to serve on them.")] = 16,
     state_dir: Annotated[
         str, typer.Option(envvar="FESTINA_STATE_DIR", help="Where logs, store and models are kept.")
@@ -68,7 +86,16 @@ def up(
     from services.up import Up
 
     settings = PoolSettings(
-        port=port, emulated=emulated, gpus=gpus, models=models, state_dir=state_dir, vllm_env=vllm_env
+        port=port,
+        emulated=emulated,
+        gpus=gpus,
+        hosts=hosts,
+        gateways=gateways,
+        schedulers=schedulers,
+        consolidators=consolidators,
+        models=models,
+        state_dir=state_dir,
+        vllm_env=vllm_env,
     )
     asyncio.run(Up(settings, Console()).run())
 
@@ -104,6 +131,20 @@ def models_add(file: Path, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
         raise FestinaError(f"{file} cannot be read: {error.strerror}") from None
     _call("POST", url, "/admin/models", key, body)
     console.print(f"registered {msgspec.json.decode(body).get('name')}")
+
+
+@models_app.command("add-catalog")
+def models_add_catalog(
+    count: Annotated[int, typer.Option(min=0, max=43, help="How many models of the catalog, by rank.")] = 16,
+    url: Url = DEFAULT_URL,
+    key: AdminKey = "",
+) -> None:
+    """Register the first models of the catalog, for emulated GPUs; one that is there already is no error."""
+    from shared.catalog import emulated_models
+
+    for model in emulated_models(count):
+        _call("POST", url, "/admin/models", key, msgspec.json.encode(model))
+    console.print(f"registered {count} models of the catalog")
 
 
 @models_app.command("remove")
@@ -167,6 +208,41 @@ def keys_add(tenant: str) -> None:
 
     asyncio.run(write())
     console.print(key)
+
+
+@tenants_app.command("list")
+def tenants_list(url: Url = DEFAULT_URL, key: AdminKey = "", as_json: Json = False) -> None:
+    """List the tenants that have limits or a weight; any other has no limit, and weight 1."""
+    found = _call("GET", url, "/admin/tenants", key)["tenants"]
+    if as_json:
+        _print_json(found)
+        return
+    limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+    table = Table("tenant", "requests/minute", "tokens/minute", "concurrent", "weight")
+    for t in found:
+        table.add_row(t["name"], *("-" if t[n] is None else f"{t[n]:,}" for n in limits), f"{t['weight']:g}")
+    console.print(table)
+
+
+@tenants_app.command("set")
+def tenants_set(
+    tenant: str,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Calls in any 60 s.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, in and out, in any 60 s.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Calls being served at one time.")] = None,
+    weight: Annotated[float, typer.Option(help="Its part of what is short, beside the others'.")] = 1.0,
+    url: Url = DEFAULT_URL,
+    key: AdminKey = "",
+) -> None:
+    """Set what TENANT may use, all gateways together; a limit that is left out is no limit."""
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+        "weight": weight,
+    }
+    _call("PUT", url, f"/admin/tenants/{quote(tenant, safe='')}", key, json.dumps(limits).encode())
+    console.print(f"set the limits of {tenant}; every gateway has them within 2 s")
 
 
 def _call(method: str, url: str, path: str, key: str, body: bytes | None = None) -> Mapping[str, Any]:

@@ -3,6 +3,8 @@
 An infeasible request is a result, not an exception; a broken invariant is an assert and a crash.
 """
 
+from collections.abc import Mapping
+
 
 class FestinaError(Exception):
     """Root of every error raised on purpose. The message names what was wrong and what to do."""
@@ -24,6 +26,10 @@ class LutMiss(FestinaError):
     """The look-up table has no entry; the message names what to profile."""
 
 
+class LutRefused(FestinaError):
+    """A stored look-up table is damaged, or of another schema or device; the message says which."""
+
+
 class InvalidRequest(FestinaError):
     """A client's request cannot be served as it stands (HTTP 4xx, or 503 where waiting may help).
 
@@ -33,6 +39,7 @@ class InvalidRequest(FestinaError):
         message: what was wrong and what to do.
         param: name of the offending field, where there is one.
         retry_after_s: seconds after which trying again makes sense, where it does.
+        headers: what the answer's headers say besides.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class InvalidRequest(FestinaError):
         message: str,
         param: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -49,3 +57,4 @@ class InvalidRequest(FestinaError):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})

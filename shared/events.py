@@ -39,7 +39,8 @@ class Submit(Message):
 class Refused(Message):
     """A GPU will not take an attempt; the scheduler that sent it tries the next one.
 
-    `full`: it serves the model but its queue is full; otherwise it does not serve the request at all.
+    `full`: it serves the model but its queue is full. `never`: it serves the model, but has no room for this
+    request even when it is idle. Otherwise it does not serve the model now.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Refused(Message):
     gpu: str
     reason: str
     full: bool = False
+    never: bool = False
 
 
 class Admitted(Message):
@@ -78,13 +80,17 @@ class Rejected(Message):
 
 
 class TokenDelta(Struct, array_like=True):
-    """Tokens of one attempt from index `first_seq` of its whole output on; `end` with the last."""
+    """Tokens of one attempt from index `first_seq` of its whole output on; `end` with the last.
+
+    `moved_from` is the GPU that the attempt came from by a move, until the gateway has acknowledged a token.
+    """
 
     request_id: str
     attempt: int
     first_seq: int
     token_ids: tuple[int, ...]
     end: RequestEnd | None = None
+    moved_from: str = ""
 
 
 class Tokens(Message):
@@ -110,8 +116,14 @@ class Ack(Message):
     acks: tuple[AckedThrough, ...]
 
 
+STOPPED = "stop"  # reason of an `Abort` after a stop string: the request has ended well
+
+
 class Abort(Message):
-    """The owner wants this attempt, and every lower one, stopped on this GPU within a second."""
+    """The owner wants this attempt, and every lower one, stopped on this GPU within a second.
+
+    With the reason `STOPPED` the GPU answers by the request's end, which says what it took.
+    """
 
     request_id: str
     attempt: int
@@ -190,6 +202,16 @@ class PlacementChanged(Message):
     placement: Placement
 
 
+class ConsolidatorAlive(Message):
+    """Heartbeat of a consolidator; of all that are heard, the one whose id comes first leads.
+
+    Whoever knows a newer placement than the sender says so by `PlacementChanged`.
+    """
+
+    consolidator: str
+    placement_version: int
+
+
 class ModelRegistered(Message):
     """Admin has added a model or changed it."""
 
@@ -200,6 +222,14 @@ class ModelRemoved(Message):
     """Admin has removed a model."""
 
     model: str
+
+
+class LutStored(Message):
+    """The command line has put a look-up table into the store; who decides by it reads it from there."""
+
+    gpu_type: str
+    model: str
+    content_hash: str
 
 
 # ---- moves: consolidator -> migrator of the source's host -> both GPUs
@@ -249,11 +279,15 @@ class Release(Message):
 
 
 class Released(Message):
-    """The source's answer; `request` is None if it has started, ended or is not there."""
+    """The source's answer; `request` is None if it has started, ended or is not there.
+
+    `energy_j` is what it has taken so far; None without a meter.
+    """
 
     move_id: str
     request: Request | None
     predicted_output_tokens: int = 0
+    energy_j: float | None = 0.0
 
 
 class Adopt(Message):
@@ -264,6 +298,7 @@ class Adopt(Message):
     predicted_output_tokens: int
     migrator: str
     source: str = ""
+    energy_j: float | None = 0.0
 
 
 class Adopted(Message):
@@ -323,12 +358,24 @@ class Tick(Event):
     """The time a core asked to be woken at (`Core.wake_ms`) has come."""
 
 
+class LutRead(Event):
+    """The shell has read a look-up table from the store, and it is whole: `shared.lut.unpack` takes it."""
+
+    packed: bytes
+
+
 class BusLost(Event):
     """This service's own connection to the bus is down: nobody else's silence means anything now."""
 
 
 class BusRestored(Event):
     """The bus is back; what was sent meanwhile may be lost."""
+
+
+class Leaving(Event):
+    """This service has been told to stop: take no new work; with `at_once`, give up what still runs."""
+
+    at_once: bool = False
 
 
 class Action(Struct):

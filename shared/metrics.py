@@ -14,6 +14,7 @@ class Metrics:
         self._own = {"service": service, "id": ident}
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
+        self._shown: dict[str, set[str]] = {}
         self._server: WSGIServer | None = None
 
     def count(self, name: str, labels: Mapping[str, str], value: float = 1.0) -> None:
@@ -31,6 +32,14 @@ class Metrics:
             gauge = Gauge(f"festina_{name}", name, [*self._own, *labels], registry=self.registry)
             self._gauges[name] = gauge
         gauge.labels(**self._own, **labels).set(value)
+
+    def show_each(self, name: str, label: str, values: Mapping[str, float]) -> None:
+        """Set the gauge ``festina_<name>`` for each value of its one label; those no longer named go away."""
+        for gone in self._shown.get(name, set()) - values.keys():
+            self._gauges[name].remove(*self._own.values(), gone)
+        self._shown[name] = set(values)
+        for named, value in values.items():
+            self.show(name, {label: named}, value)
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

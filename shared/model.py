@@ -42,6 +42,8 @@ class ModelSpec(Struct):
         objectives: overrides the SLO class of the input length, where set.
         keep_alive_ms: unloaded after this long without a request; None keeps it loaded.
         tenants: who may use it; empty means everyone.
+        vocab_tokens: size of the vocabulary; 0 if not known, then all parameters count as multiplied.
+        tied_embeddings: whether input embedding and output head are one table.
     """
 
     name: str
@@ -60,6 +62,26 @@ class ModelSpec(Struct):
     objectives: Objectives | None = None
     keep_alive_ms: float | None = 60_000.0
     tenants: tuple[str, ...] = ()
+    vocab_tokens: int = 0
+    tied_embeddings: bool = False
+
+
+class Tenant(Struct):
+    """What one tenant may use; None means without limit. All gateways together hold to it.
+
+    Args:
+        name: as API keys name it, case-sensitive.
+        requests_per_minute: calls taken in any 60 s.
+        tokens_per_minute: tokens of prompts and answers in any 60 s.
+        max_concurrent: calls being served at one time.
+        weight: its part, beside the others' weights, of whatever is short: places in queues, turns on a GPU.
+    """
+
+    name: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    weight: float = 1.0
 
 
 def slug(name: str) -> str:
@@ -83,6 +105,7 @@ class Request(Struct):
         sampling: what the engine's sampler takes, by vLLM's names.
         waited_ms: how long ago the request reached its gateway, when this message was sent.
         traceparent: W3C trace context; empty when not traced.
+        tenant_weight: how much of a contested room its tenant is due, beside the others' weights.
     """
 
     request_id: str
@@ -98,6 +121,7 @@ class Request(Struct):
     sampling: dict[str, Any] = {}
     waited_ms: float = 0.0
     traceparent: str = ""
+    tenant_weight: float = 1.0
 
     @property
     def context_tokens(self) -> int:
@@ -130,10 +154,23 @@ class StairStep(Struct):
     free_sm_share_pct: int
 
 
+class Prefills(Struct, array_like=True):
+    """Prompts that wait to be computed: `count` of them with `tokens` in all, due in `due_ms` from now."""
+
+    due_ms: float
+    count: int
+    tokens: int
+
+
 class EngineSummary(Struct):
     """One engine (one model on one GPU) as its local scheduler sees it.
 
-    ``state`` is ``loading``, ``ready``, ``unloading`` or ``failed``.
+    Args:
+        state: ``loading``, ``ready``, ``unloading`` or ``failed``.
+        sm_share_pct: the least share on which it meets its deadlines; what it has beyond that it yields.
+        queued_of: `queued` by tenant.
+        prefills: what it has still to prefill, in the order in which it is due.
+        staircase: as that of its GPU, for an engine with a KV pool of its own; else empty.
     """
 
     model: str
@@ -146,6 +183,9 @@ class EngineSummary(Struct):
     idle_ms: float = 0.0
     tightest_tbt_ms: float = 0.0
     reason: str = ""
+    queued_of: dict[str, int] = {}
+    prefills: tuple[Prefills, ...] = ()
+    staircase: tuple[StairStep, ...] = ()
 
 
 class GpuSummary(Struct):
@@ -153,10 +193,11 @@ class GpuSummary(Struct):
 
     Args:
         seq: grows with every summary of this GPU since `started_ms`; the larger pair is the newer.
-        gpu_type: row of the device table in `shared/silicon.py`.
+        gpu_type: row of the device table in `shared/devices.py`.
         engine: kind of engine it runs, ``emulated`` or ``vllm``.
         state: ``active``, ``warm``, ``cold`` or ``draining``.
-        staircase: first step has ``after_ms`` 0; memory and SM share free from each step on.
+        staircase: first step has ``after_ms`` 0; memory and SM share free from each step on. Memory is that
+            of all engines without a KV pool of their own.
         admitted_through: by scheduler id, the last dispatch number this summary has counted.
         energy_j: joules since start; None without a meter.
     """
@@ -198,11 +239,13 @@ class Plan(Struct):
 
     Args:
         held: requests that must not run; all others the engine has may.
+        order: the prefills, the most urgent first; those it does not name come after, as they came.
         chunk_tokens: most prefill tokens in one step.
         sm_share_pct: share of the SMs the engine may use.
     """
 
     plan_id: int
     held: frozenset[str] = frozenset()
+    order: tuple[str, ...] = ()
     chunk_tokens: int = 8192
     sm_share_pct: int = 100

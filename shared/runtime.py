@@ -11,6 +11,8 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,14 +22,27 @@ from shared import events as ev
 from shared.bus import Bus
 from shared.clock import now_ms
 from shared.config import Common
-from shared.errors import FestinaError
+from shared.errors import FestinaError, LutRefused, Unavailable
+from shared.lut import unpack
 from shared.metrics import Metrics
 from shared.model import GpuSummary, ModelSpec, Placement
+from shared.recording import recorder
 from shared.store import Store
-from shared.subjects import GPU_KEYS, MODEL_KEYS, PLACEMENT_KEY, ROUTES, subject_of, subscriptions
+from shared.subjects import (
+    GPU_KEYS,
+    LUT_KEYS,
+    MODEL_KEYS,
+    PLACEMENT_KEY,
+    ROUTES,
+    lut_key,
+    subject_of,
+    subscriptions,
+)
 from shared.tracing import Tracing
 
 log = logging.getLogger("festina")
+
+HELD_MESSAGES = 65_536
 
 Performer = Callable[[Any], None]
 
@@ -51,8 +66,12 @@ class Shell:
         self.stopping = asyncio.Event()
         self.failed = False
         self._core: ev.Core | None = None
+        self._held: deque[ev.Message] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._luts: dict[str, bytes] = {}  # tables that the core has had, by their keys
+        self._reading: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
+        self._recorder = recorder(service, self.ident)
         self._performers: dict[type, Performer] = {
             ev.Send: self._send,
             ev.Put: lambda a: self.store.put(a.key, a.value, a.ttl_ms),
@@ -69,21 +88,36 @@ class Shell:
         """
         await self.bus.connect(self.settings, f"{self.service}/{self.ident}")
         await self.store.connect()
+        self.metrics.show("started_s", {}, time.time())
         if self.settings.metrics_port >= 0:
             port = self.metrics.serve(self.settings.metrics_host, self.settings.metrics_port)
             log.info("metrics", extra={"port": port})
 
     async def start(self, core: ev.Core, performers: Mapping[type, Performer]) -> None:
-        """Give the core its subscriptions; from here on it hears messages and is woken when it asks."""
+        """Give the core its subscriptions and what the store knows; from here on it hears and is woken.
+
+        What comes from the bus before the store has been read waits until then: a scheduler must not turn a
+        request away because it has not heard of its model yet.
+
+        Raises:
+            Unavailable: the store is away.
+        """
         self._core = core
         self._performers.update(performers)
+        held = self._held = deque(maxlen=HELD_MESSAGES)
         for subject, queue, message_type in subscriptions(self.service, self.ident):
             await self.bus.subscribe(subject, queue, self._receiver(message_type))
         self.feed(ev.Tick())
+        await self._restore()
+        self._held = None
+        for message in held:
+            self.heard(message)
         log.info("started", extra={"service": self.service, "id": self.ident})
 
-    async def restore(self) -> None:
+    async def _restore(self) -> None:
         """Tell the core what the store knows, as the messages it would have heard had it been here."""
+        if self.service in ROUTES[ev.LutStored].readers:
+            await self._read_luts(LUT_KEYS)
         for model in await self.store.read_all(MODEL_KEYS, ModelSpec):
             self._retell(ev.ModelRegistered(model=model))
         placement = await self.store.read(PLACEMENT_KEY, Placement)
@@ -99,7 +133,11 @@ class Shell:
     def feed(self, event: ev.Message | ev.Event) -> None:
         """Let the core take one event, and do what it says."""
         assert self._core is not None, "start() comes before feed()"
-        for action in self._core.step(now_ms(), event):
+        at_ms = now_ms()
+        actions = self._core.step(at_ms, event)
+        if self._recorder is not None:
+            self._recorder.write(at_ms, event, actions)
+        for action in actions:
             self._performers[type(action)](action)
         self._arm()
 
@@ -110,8 +148,29 @@ class Shell:
         await self.bus.close()
         await self.store.close()
         self.metrics.close()
+        if self._recorder is not None:
+            self._recorder.close()
         await asyncio.to_thread(self.tracing.close)
         log.info("stopped", extra={"service": self.service, "id": self.ident})
+
+    async def _read_luts(self, prefix: str) -> None:
+        """Hand the core the stored look-up tables below `prefix` that it has not had yet."""
+        try:
+            found = await self.store.read_bytes(prefix)
+        except Unavailable as error:
+            log.warning("look-up tables not read", extra={"error": str(error)})
+            return
+        for key, packed in found.items():
+            if self._luts.get(key) == packed:
+                continue
+            self._luts[key] = packed
+            try:
+                unpack(packed)
+            except LutRefused as error:
+                log.warning("look-up table refused", extra={"key": key, "error": str(error)})
+                self.metrics.count("luts_refused", {"key": key})
+                continue
+            self.heard(ev.LutRead(packed=packed))
 
     def _receiver(self, message_type: type[ev.Message]) -> Callable[[bytes], None]:
         decoder = msgspec.msgpack.Decoder(message_type)
@@ -124,7 +183,14 @@ class Shell:
                 log.error("undecodable message", extra={"type": message_type.__name__, "error": str(error)})
                 self.metrics.count("undecodable_messages", {"type": message_type.__name__})
                 return
-            self.heard(message)
+            if isinstance(message, ev.LutStored):  # too large for the bus: it is in the store
+                key = lut_key(message.gpu_type, message.model)
+                self._reading = asyncio.create_task(self._read_luts(key))
+                return
+            if self._held is None:
+                self.heard(message)
+            else:
+                self._held.append(message)
 
         return receive
 

@@ -30,6 +30,7 @@ class Store:
             settings.redis_url, socket_timeout=2.0, socket_connect_timeout=2.0, protocol=2, **tls
         )
         self._waiting: dict[str, tuple[bytes | None, float]] = {}
+        self._scripts: dict[str, Any] = {}
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
 
@@ -73,6 +74,19 @@ class Store:
         found = zip(keys, await self._values(keys), strict=True)
         return {k[len(prefix) :]: v.decode() for k, v in found if v is not None}
 
+    async def read_bytes(self, prefix: str) -> dict[str, bytes]:
+        """Return key -> value of all keys that start with `prefix`, undecoded. Raises Unavailable."""
+        keys = await self._keys(prefix)
+        found = zip(keys, await self._values(keys), strict=True)
+        return {key: value for key, value in found if value is not None}
+
+    async def write_bytes(self, key: str, value: bytes) -> None:
+        """Write bytes as they are, at once. Raises Unavailable."""
+        try:
+            await self._redis.set(key, value)
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the store is away: {error}") from error
+
     async def write_text(self, key: str, text: str) -> None:
         """Write a plain string at once."""
         await self._redis.set(key, text)
@@ -80,6 +94,16 @@ class Store:
     async def delete_now(self, key: str) -> bool:
         """Delete a key at once; say whether it was there."""
         return bool(await self._redis.delete(key))
+
+    async def run(self, script: str, keys: list[str], args: list[Any]) -> Any:
+        """Run a Lua script in the store, atomically; `keys` are all that it touches. Raises Unavailable."""
+        known = self._scripts.get(script)
+        if known is None:
+            known = self._scripts[script] = self._redis.register_script(script)
+        try:
+            return await known(keys=keys, args=args)
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the store is away: {error}") from error
 
     def put(self, key: str, value: msgspec.Struct, ttl_ms: float = 0.0) -> None:
         """Queue a write."""

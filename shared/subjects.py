@@ -34,6 +34,7 @@ GATEWAY, GLOBAL, LOCAL, CONSOLIDATOR, MIGRATOR = (
     "consolidator",
     "migrator",
 )
+COMMAND_LINE = "command_line"  # no service: it writes, and listens to nothing
 SERVICES = (GATEWAY, GLOBAL, LOCAL, CONSOLIDATOR, MIGRATOR)
 ALL, OWN, QUEUE = Reads.ALL, Reads.OWN, Reads.QUEUE
 
@@ -48,7 +49,7 @@ ROUTES: dict[type[ev.Message], Route] = {
     ev.Tokens: Route("festina.v1.evt.gateway.{id}.tokens", LOCAL, {GATEWAY: OWN}),
     ev.Ack: Route("festina.v1.cmd.gpu.{id}.ack", GATEWAY, {LOCAL: OWN}),
     ev.Abort: Route("festina.v1.cmd.gpu.{id}.abort", GATEWAY, {LOCAL: OWN}),
-    ev.GatewayAlive: Route("festina.v1.evt.gateway.{id}.alive", GATEWAY, {LOCAL: ALL}),
+    ev.GatewayAlive: Route("festina.v1.evt.gateway.{id}.alive", GATEWAY, {LOCAL: ALL, GATEWAY: ALL}),
     ev.RequestEnded: Route("festina.v1.evt.model.{id}.served", GATEWAY, {GLOBAL: ALL}),
     # GPUs, models, placement; {id} is what the message is about
     ev.SummaryChanged: Route(
@@ -63,6 +64,7 @@ ROUTES: dict[type[ev.Message], Route] = {
         CONSOLIDATOR,
         {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
     ),
+    ev.ConsolidatorAlive: Route("festina.v1.evt.consolidator.{id}.alive", CONSOLIDATOR, {CONSOLIDATOR: ALL}),
     ev.ModelRegistered: Route(
         "festina.v1.evt.model.{id}.registered",
         GATEWAY,
@@ -73,6 +75,7 @@ ROUTES: dict[type[ev.Message], Route] = {
         GATEWAY,
         {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
     ),
+    ev.LutStored: Route("festina.v1.evt.lut.{id}.stored", COMMAND_LINE, {GLOBAL: ALL, LOCAL: ALL}),
     # moves; {id} is the reader's own id: a host for a migrator, a GPU for a local scheduler
     ev.Move: Route("festina.v1.cmd.migrator.{id}.move", CONSOLIDATOR, {MIGRATOR: OWN}),
     ev.Reserve: Route("festina.v1.cmd.gpu.{id}.reserve", MIGRATOR, {LOCAL: OWN}),
@@ -110,7 +113,12 @@ def subscriptions(service: str, own_id: str) -> list[tuple[str, str, type[ev.Mes
 PLACEMENT_KEY = "festina:v1:placement"  # Placement; consolidator
 MODEL_KEYS = "festina:v1:model:"  # + slug: ModelSpec; gateway (admin)
 GPU_KEYS = "festina:v1:gpu:"  # + slug: GpuSummary, expires after 3 heartbeats; local_sched
+LEARNT_KEYS = "festina:v1:learnt:"  # + scheduler slug: + model slug: Learnt; global_sched, each its own
+LUT_KEYS = "festina:v1:lut:"  # + GPU type: + model slug: a packed look-up table; command line
 API_KEYS = "festina:v1:api_key:"  # + SHA-256 of the key in hex: tenant name; command line
+TENANT_KEYS = "festina:v1:tenant:"  # + slug: Tenant; gateway (admin)
+LIMIT_KEYS = "festina:v1:limit:"  # + {slug}: and what is counted; all gateways, by one atomic script
+GATEWAYS_KEY = "festina:v1:gateways"  # sorted set: gateway, last seen; all gateways
 
 
 def model_key(name: str) -> str:
@@ -118,6 +126,26 @@ def model_key(name: str) -> str:
     return MODEL_KEYS + slug(name)
 
 
+def learnt_key(scheduler: str, model: str) -> str:
+    """Key of what a scheduler has learnt about a model's outputs."""
+    return f"{LEARNT_KEYS}{slug(scheduler)}:{slug(model)}"
+
+
+def lut_key(gpu_type: str, model: str) -> str:
+    """Key of the stored look-up table of a model on a GPU type."""
+    return f"{LUT_KEYS}{slug(gpu_type)}:{slug(model)}"
+
+
 def gpu_key(gpu: str) -> str:
     """Key of a GPU's summary."""
     return GPU_KEYS + slug(gpu)
+
+
+def tenant_key(name: str) -> str:
+    """Key of a tenant's limits."""
+    return TENANT_KEYS + slug(name)
+
+
+def limit_key(name: str, counted: str) -> str:
+    """Key of what is counted of a tenant; the braces keep its keys on one shard of a clustered store."""
+    return f"{LIMIT_KEYS}{{{slug(name)}}}:{counted}"

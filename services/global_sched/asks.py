@@ -1,5 +1,6 @@
 """Attempts on their way through the global scheduler, and the answers about them."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -7,6 +8,15 @@ import msgspec
 
 from shared import events as ev
 from shared.model import Request
+from shared.overload import has_room, turns
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A GPU's refusal of an attempt, and when it came."""
+
+    message: ev.Refused
+    at_ms: float
 
 
 @dataclass(slots=True)
@@ -24,7 +34,7 @@ class Ask:
     excluded: tuple[str, ...]
     heard_ms: float
     span_ms: float
-    refused: dict[str, ev.Refused] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
     since_ms: float | None = None
 
     def waited_ms(self, now_ms: float) -> float:
@@ -90,6 +100,8 @@ class WaitingRoom:
     def __init__(self) -> None:
         self._asks: dict[str, Ask] = {}
         self._by_model: dict[str, dict[str, Ask]] = {}
+        self._held: Counter[str] = Counter()  # by tenant
+        self._weights: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._asks)
@@ -98,9 +110,15 @@ class WaitingRoom:
         """Return the waiting attempt of a request."""
         return self._asks.get(request_id)
 
+    def has_room(self, request: Request, places: int) -> bool:
+        """Say whether one more request of this tenant may wait, where there are so many places."""
+        return has_room(self._held, self._weights, request.tenant, request.tenant_weight, places)
+
     def enter(self, now_ms: float, ask: Ask) -> None:
         """Let an attempt wait from now on."""
         ask.since_ms = now_ms
+        self._held[ask.request.tenant] += 1
+        self._weights[ask.request.tenant] = ask.request.tenant_weight
         self._asks[ask.request.request_id] = ask
         self._by_model.setdefault(ask.request.model, {})[ask.request.request_id] = ask
 
@@ -109,7 +127,10 @@ class WaitingRoom:
         if ask.since_ms is None:
             return
         ask.since_ms = None
-        request_id, model = ask.request.request_id, ask.request.model
+        request_id, model, tenant = ask.request.request_id, ask.request.model, ask.request.tenant
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant], self._weights[tenant]
         del self._asks[request_id]
         del self._by_model[model][request_id]
         if not self._by_model[model]:
@@ -120,8 +141,11 @@ class WaitingRoom:
         return list(self._by_model)
 
     def of(self, model: str) -> list[Ask]:
-        """Return the attempts that wait for a model, in order."""
-        return list(self._by_model.get(model, {}).values())
+        """Return the attempts that wait for a model, in order; tenants take turns."""
+        asks = list(self._by_model.get(model, {}).values())
+        if len(self._held) < 2:
+            return asks
+        return [asks[i] for i in turns([(ask.request.tenant, ask.request.tenant_weight) for ask in asks])]
 
     def oldest(self) -> tuple[float, Ask] | None:
         """Return the attempt that has waited longest, and since when."""

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from services.global_sched.view import GpuView
 from shared.lut import Lut
 from shared.model import Objectives
@@ -17,6 +19,9 @@ from shared.silicon import contention
 LutOf = Callable[
     [str, str], Lut | None
 ]  # (GPU type, model name) -> its table; None if the model is not known
+
+IN_CHUNKS = 1.1
+"""Prompts that wait are computed in chunks, with decodes between: so much longer than in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,10 @@ class Candidate:
         available_ms: T_avail, in ms from now; infinite if the memory is never expected to be free.
         ttft_ms: time to first token since the request reached its gateway.
         tbt_ms: time between tokens of the engine with this request in its batch.
-        keeps_others: requests on the GPU already still keep their TBT objectives.
+        keeps_others: requests on the GPU already still keep their objectives.
         energy_j: what the request takes (Eq. 2); None without a meter.
         latency_ms: from now to its last token.
         free_bytes, sm_share_pct: memory free now; SM share it can use at T_avail.
-        prefill_ms: of `ttft_ms`, the request's own prefill.
     """
 
     gpu: str
@@ -60,7 +64,6 @@ class Candidate:
     latency_ms: float
     free_bytes: int
     sm_share_pct: int
-    prefill_ms: float = 0.0
 
 
 def feasible(candidate: Candidate, objectives: Objectives) -> bool:
@@ -170,8 +173,9 @@ def estimate(view: GpuView, work: Work, lut_of: LutOf, now_ms: float, boost: boo
 
     bandwidth, compute, keeps_others = _beside(view, work.model, share_pct, clock_mhz, lut_of)
     prefill_ms = float(lut.ttft_ms(clock_mhz, share_pct, work.input_tokens)) / compute
-    # What was dispatched before it and is not in the summary yet is prefilled before it.
-    start_ms = available_ms + view.reserved_prefill_ms
+    queue_ms, in_time = _prefill_queue(view, work, lut, (clock_mhz, share_pct), compute, prefill_ms, now_ms)
+    keeps_others = keeps_others and in_time
+    start_ms = max(available_ms, queue_ms)
     joining = view.queued(work.model) + 1  # it and those before it, taken to be of its length
     batch = engine.running + joining
     batch_tokens = engine.context_tokens + joining * (work.input_tokens + work.output_tokens / 2)
@@ -189,8 +193,45 @@ def estimate(view: GpuView, work: Work, lut_of: LutOf, now_ms: float, boost: boo
         latency_ms=start_ms + prefill_ms + work.output_tokens * tbt_ms,
         free_bytes=free_bytes,
         sm_share_pct=share_pct,
-        prefill_ms=prefill_ms,
     )
+
+
+def _prefill_queue(
+    view: GpuView,
+    work: Work,
+    lut: Lut,
+    point: tuple[int, int],
+    compute: float,
+    prefill_ms: float,
+    now_ms: float,
+) -> tuple[float, bool]:
+    """Return (time until a request's prefill starts, whether those after it are as much in time as without).
+
+    An engine computes prompts one after the other: what is due earlier goes before, and so does, before what
+    is late, all that is not.
+
+    Args:
+        point: clock and SM share that the engine has.
+        prefill_ms: of the request itself.
+    """
+    waiting = view.prefills(work.model, now_ms)
+    if not waiting:
+        return 0.0, True
+    tokens, counts = (np.asarray([p.tokens for p in waiting]), np.asarray([p.count for p in waiting]))
+    each_ms = (IN_CHUNKS * lut.ttft_ms(*point, tokens / counts) * counts / compute).tolist()
+    left_ms = work.objectives.ttft_ms - work.waited_ms
+    late_ms = sum(ms for p, ms in zip(waiting, each_ms, strict=True) if p.due_ms <= 0)
+    on_time = [(p.due_ms, ms) for p, ms in zip(waiting, each_ms, strict=True) if p.due_ms > 0]
+    computed_ms = now_ms - view.heard_ms  # it has gone on since the summary
+    if left_ms <= 0:
+        return max(0.0, sum(ms for _, ms in on_time) + late_ms - computed_ms), True
+    before_ms = max(0.0, sum(ms for due_ms, ms in on_time if due_ms <= left_ms) - computed_ms)
+    end_ms, in_time = before_ms, True
+    for due_ms, ms in on_time:
+        if due_ms > left_ms:
+            end_ms += ms
+            in_time = in_time and not end_ms <= due_ms < end_ms + prefill_ms
+    return before_ms, in_time
 
 
 def _metered(lut: Lut, energy_j: float) -> float | None:

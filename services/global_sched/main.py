@@ -3,10 +3,11 @@
 import asyncio
 
 from services.global_sched.core import GlobalSchedCore
+from services.global_sched.predict import Learnt, LearntRead
 from services.global_sched.settings import GlobalSettings
 from shared.config import Common, load
 from shared.runtime import Shell, run_service, wait_for_stop
-from shared.subjects import GLOBAL
+from shared.subjects import GLOBAL, LEARNT_KEYS
 
 
 async def serve(common: Common, settings: GlobalSettings, stop: asyncio.Event) -> bool:
@@ -15,7 +16,10 @@ async def serve(common: Common, settings: GlobalSettings, stop: asyncio.Event) -
     await shell.open()
     try:
         await shell.start(GlobalSchedCore(shell.ident, settings), {})
-        await shell.restore()
+        found = await shell.store.read_all(LEARNT_KEYS, Learnt)
+        # what this replica has learnt itself comes last, and counts; a new one goes on from the others'
+        for learnt in sorted(found, key=lambda each: each.scheduler == shell.ident):
+            shell.feed(LearntRead(learnt=learnt))
         return await wait_for_stop(shell, stop)
     finally:
         await shell.close()

@@ -12,6 +12,8 @@ class GlobalSettings(Struct):
         output_quantile: quantile of the outputs seen that is predicted; higher reserves more memory and
             mispredicts fewer requests.
         prediction_window: outputs remembered per model and input-length class.
+        prediction_save_ms: what was learnt about a model is stored at most this often.
+        prediction_ttl_ms: what nobody has added to for this long is dropped from the store.
         tie: energies within this fraction of the least are equal, and free memory decides (3.3: 2 %).
         best_effort: serve a request that no GPU can serve in time, late; else answer 503.
         stale_after_ms: a GPU silent for this long is not used (three heartbeats).
@@ -23,7 +25,10 @@ class GlobalSettings(Struct):
         resend_after_ms: a request asked for again this long after it was sent is sent again.
         remember_ms: time for which a sent request is remembered.
         max_remembered: sent requests remembered at most; the oldest go first.
-        retry_after_s: what a refused client is told to wait.
+        max_start_ms: a new request that is expected to wait longer than this for its start is turned away.
+        drain_window_ms: time constant over which requests served are counted per model, for that estimate.
+        retry_refused_ms: a GPU that refused an attempt is tried again with it at most this often.
+        retry_after_s: what a refused client is told to wait while nothing better is known.
         scale_out_repeat_ms: least time between two scale-out requests for one model.
         deficit_window_ms: time constant over which late dispatches are counted per model (3.3, phase three).
         deficit_requests: late dispatches within the window that make a deficit sustained.
@@ -33,6 +38,8 @@ class GlobalSettings(Struct):
     margin: float = 0.05
     output_quantile: float = 0.8
     prediction_window: int = 256
+    prediction_save_ms: float = 10_000.0
+    prediction_ttl_ms: float = 30 * 86_400_000.0
     tie: float = 0.02
     best_effort: bool = True
     stale_after_ms: float = 1_500.0
@@ -44,6 +51,9 @@ class GlobalSettings(Struct):
     resend_after_ms: float = 1_000.0
     remember_ms: float = 30_000.0
     max_remembered: int = 65_536
+    max_start_ms: float = 30_000.0
+    drain_window_ms: float = 10_000.0
+    retry_refused_ms: float = 1_000.0
     retry_after_s: float = 1.0
     scale_out_repeat_ms: float = 2_000.0
     deficit_window_ms: float = 10_000.0

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from shared.devices import device_for
 from shared.lut import Lut, build
-from shared.model import EngineSummary, GpuSummary, ModelSpec, StairStep
-from shared.silicon import device_for
+from shared.model import EngineSummary, GpuSummary, ModelSpec, Prefills, StairStep
 
 
 @lru_cache(maxsize=4096)
@@ -25,11 +25,12 @@ def lut_for(gpu_type: str, model: ModelSpec) -> Lut:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One dispatch that the GPU's summaries do not count yet: its memory, and its prefill's time."""
+    """One dispatch that the GPU's summaries do not count yet: its memory, and its prompt, due at `due_ms`."""
 
     model: str
     kv_bytes: int
-    prefill_ms: float
+    input_tokens: int
+    due_ms: float
     sent_ms: float
 
 
@@ -38,6 +39,7 @@ class GpuView:
     """One GPU: the newest summary, when it came, and the reservations on top of it.
 
     Another `started_ms` in the summary is another process, with nothing of what was sent to the one before.
+    `ready_ms` is since when each engine has been ready without a break, as far as summaries tell.
     """
 
     summary: GpuSummary
@@ -45,14 +47,19 @@ class GpuView:
     engines: dict[str, EngineSummary] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     reserved_requests: Counter[str] = field(default_factory=Counter)  # by model
-    reserved_bytes: int = 0
-    reserved_prefill_ms: float = 0.0
+    reserved_bytes_of: Counter[str] = field(default_factory=Counter)  # by model
+    ready_ms: dict[str, float] = field(default_factory=dict)
     last_seq: int = 0
 
     @property
     def gpu(self) -> str:
         """Id of the GPU."""
         return self.summary.gpu
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of all dispatches that are not in the summary yet, in bytes."""
+        return self.reserved_bytes_of.total()
 
     @property
     def free_bytes(self) -> int:
@@ -72,15 +79,34 @@ class GpuView:
         engine = self.engines[model]
         # A request joins its model's engine: it uses the share that this holds besides what is free.
         own_share = engine.sm_share_pct if engine.running else 0
-        # An engine with a pool of its own has other room than the device: what it has now, and what is freed.
-        offset_bytes = engine.free_kv_bytes - self.summary.free_bytes
         age_ms = now_ms - self.heard_ms
-        for step in self._staircase():
-            free_bytes = step.free_bytes + offset_bytes
+        reserved_bytes = self._reserved_beside(engine)
+        for step in engine.staircase or self._staircase():
             share_pct = min(100, step.free_sm_share_pct + own_share)
-            if free_bytes - self.reserved_bytes >= kv_bytes and share_pct > 0:
+            if step.free_bytes - reserved_bytes >= kv_bytes and share_pct > 0:
                 return max(0.0, step.after_ms - age_ms), share_pct
         return float("inf"), 0
+
+    def _reserved_beside(self, engine: EngineSummary) -> int:
+        """Return the bytes reserved in the memory an engine draws from: its own pool, or the device's."""
+        if engine.staircase:
+            return self.reserved_bytes_of[engine.model]
+        own_pools = (name for name, other in self.engines.items() if other.staircase)
+        return self.reserved_bytes - sum(self.reserved_bytes_of[name] for name in own_pools)
+
+    def prefills(self, model: str, now_ms: float) -> list[Prefills]:
+        """Return what a model's engine has to prefill, dispatches not yet in its summary included.
+
+        The earliest due comes first. Cost: linear in the GPU's reservations.
+        """
+        age_ms = now_ms - self.heard_ms
+        waiting = [Prefills(p.due_ms - age_ms, p.count, p.tokens) for p in self.engines[model].prefills]
+        waiting += [
+            Prefills(r.due_ms - now_ms, 1, r.input_tokens)
+            for r in self.reservations.values()
+            if r.model == model
+        ]
+        return sorted(waiting, key=lambda prefills: prefills.due_ms)
 
     def running_beside(self, model: str) -> Iterator[EngineSummary]:
         """Yield the other models' engines that have something running."""
@@ -98,11 +124,10 @@ class GpuView:
         for seq in seqs:
             gone = self.reservations.pop(seq)
             self.reserved_requests[gone.model] -= 1
-            self.reserved_bytes -= gone.kv_bytes
-            self.reserved_prefill_ms -= gone.prefill_ms
+            self.reserved_bytes_of[gone.model] -= gone.kv_bytes
         if not self.reservations:
             self.reserved_requests.clear()
-            self.reserved_prefill_ms = 0.0  # no rounding error outlives the reservations
+            self.reserved_bytes_of.clear()
 
 
 class ClusterView:
@@ -138,6 +163,7 @@ class ClusterView:
                 return None
             if summary.started_ms != old.started_ms:
                 view.drop(list(view.reservations))
+                view.ready_ms = {}
         view.summary, view.heard_ms = summary, now_ms
         engines = {engine.model: engine for engine in summary.engines}
         for model in view.engines.keys() - engines.keys():
@@ -145,6 +171,11 @@ class ClusterView:
         for model in engines:
             self._by_model.setdefault(model, {})[summary.gpu] = view
         view.engines = engines
+        view.ready_ms = {
+            model: view.ready_ms.get(model, now_ms)
+            for model, engine in engines.items()
+            if engine.state == "ready"
+        }
         counted = summary.admitted_through.get(self._scheduler, 0)
         view.drop([seq for seq in view.reservations if seq <= counted])
         view.last_seq = max(view.last_seq, counted)  # numbers go on where an earlier run of this id ended
@@ -171,8 +202,7 @@ class ClusterView:
         view.last_seq += 1
         view.reservations[view.last_seq] = reservation
         view.reserved_requests[reservation.model] += 1
-        view.reserved_bytes += reservation.kv_bytes
-        view.reserved_prefill_ms += reservation.prefill_ms
+        view.reserved_bytes_of[reservation.model] += reservation.kv_bytes
         return view.last_seq
 
     def release(self, gpu: str, seq: int) -> None:

@@ -1,6 +1,7 @@
 """How a request comes in, waits, and is given to its engine (3.4)."""
 
 import math
+from collections import Counter
 
 import msgspec
 
@@ -11,6 +12,7 @@ from services.local_sched.state import Engine, Stage, State, Work
 from shared.engine import RunRequest
 from shared.events import Action, Admitted, Refused, Send, Submit
 from shared.model import Request
+from shared.overload import has_room
 
 
 def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
@@ -20,6 +22,7 @@ def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
     # Counted even if refused: the scheduler's reservation for it is no longer needed.
     counted = max(event.dispatch_seq, state.admitted_through.get(event.scheduler, 0))
     state.admitted_through[event.scheduler] = counted
+    state.schedulers[event.scheduler] = now_ms
     state.summary_due = True
     known = state.works.get(request.request_id)
     if known is not None and request.attempt <= known.request.attempt:
@@ -31,9 +34,17 @@ def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
     actions: list[Action] = []
     if known is not None:
         actions += abandon(state, now_ms, known, "superseded")
-    if reason := why_refused(state, request, event.predicted_output_tokens):
+    reason = why_refused(state, request)
+    never = "" if reason else why_never(state, request)
+    full = "" if reason or never else why_full(state, request)
+    if reason or never or full:
         refused = Refused(
-            request_id=request.request_id, attempt=request.attempt, gpu=state.gpu, reason=reason
+            request_id=request.request_id,
+            attempt=request.attempt,
+            gpu=state.gpu,
+            reason=reason or never or full,
+            full=bool(full),
+            never=bool(never),
         )
         return [*actions, Send(to=event.scheduler, message=refused), count_outcome(request, "refused")]
     state.gateways.setdefault(request.gateway, now_ms)
@@ -41,8 +52,8 @@ def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
     return [*actions, Send(to=request.gateway, message=admitted)]
 
 
-def why_refused(state: State, request: Request, predicted_output_tokens: int) -> str:
-    """Return why this GPU cannot take a request, in words; empty if it can."""
+def why_refused(state: State, request: Request) -> str:
+    """Return why this GPU does not serve a request's model now, in words; empty if it does."""
     model = request.model
     engine = state.engines.get(model)
     if engine is None:
@@ -51,16 +62,38 @@ def why_refused(state: State, request: Request, predicted_output_tokens: int) ->
         return f"model {model} is {engine.state} on {state.gpu}" + (engine.reason and f": {engine.reason}")
     if state.draining:
         return f"{state.gpu} is draining"
-    if len(state.queue) >= state.settings.max_queue:
-        return f"the queue of {state.gpu} is full: {len(state.queue)} requests wait"
-    if request.context_tokens >= engine.spec.context_tokens:
-        return f"{request.context_tokens} tokens leave no room in the context of {engine.spec.context_tokens}"
-    work = new_work(state, 0.0, request, predicted_output_tokens)
-    tokens = work.wanted_tokens(state.settings.margin)
-    most = state.ledger.most_tokens(model)
-    if tokens > most:
-        return f"KV of {tokens} tokens does not fit: {state.gpu} has room for at most {most} of {model}"
     return ""
+
+
+def why_never(state: State, request: Request) -> str:
+    """Return why not even the first token of a request fits here, whatever ends, in words; empty if it does.
+
+    One that may outgrow the memory of its model later is taken: it ends there, as at the end of a context.
+    """
+    model, tokens = request.model, request.context_tokens
+    most = state.engines[model].spec.context_tokens
+    if tokens >= most:
+        return f"{tokens} tokens leave no room in the context of {most}"
+    most = state.ledger.most_tokens(model)
+    if tokens >= most:
+        return f"KV of {tokens} tokens and more does not fit: {state.gpu} has room for {most} of {model}"
+    return ""
+
+
+def why_full(state: State, request: Request) -> str:
+    """Return why the queue has no place for a request, in words; empty if it has one.
+
+    The tenant that holds more than its share of a queue that is nearly full is refused first.
+    """
+    waiting = state.queue.values()
+    held = Counter(work.request.tenant for work in waiting)
+    weights = {work.request.tenant: work.request.tenant_weight for work in waiting}
+    if has_room(held, weights, request.tenant, request.tenant_weight, state.settings.max_queue):
+        return ""
+    return (
+        f"the queue of {state.gpu} is full: {len(waiting)} requests wait, {held[request.tenant]} of them of "
+        f"tenant {request.tenant}"
+    )
 
 
 def new_work(state: State, now_ms: float, request: Request, predicted_output_tokens: int) -> Work:
@@ -85,8 +118,23 @@ def new_work(state: State, now_ms: float, request: Request, predicted_output_tok
 def enqueue(state: State, work: Work) -> None:
     """Put work into the queue, to be given to its engine as soon as its memory fits."""
     work.stage = Stage.QUEUED
+    _count_tenant(state, work.request.tenant)
     state.works[work.request.request_id] = state.queue[work.request.request_id] = work
     state.changed()
+
+
+def _count_tenant(state: State, tenant: str) -> None:
+    """Count what a tenant gets from the least that another with work has had, when it has work again.
+
+    It gets no credit for the time in which it had none, and keeps what it had beyond that.
+    """
+    works = state.works.values()
+    if any(work.request.tenant == tenant for work in works):
+        return
+    active = {work.request.tenant for work in works}
+    least = min((state.served.get(name, 0.0) for name in active), default=0.0)
+    kept = {name: had for name, had in state.served.items() if active and (name in active or had > least)}
+    state.served = {**kept, tenant: max(least, kept.get(tenant, 0.0))}
 
 
 def admit_waiting(state: State, now_ms: float) -> list[Action]:
@@ -97,7 +145,8 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
     state.admit_due = False
     closed: set[str] = set()
     actions: list[Action] = []
-    for task in batch.order(batch.Task(i, score_of(state, now_ms, w)) for i, w in state.queue.items()):
+    waiting = [task_of(state, now_ms, work) for work in state.queue.values()]
+    for task in batch.fair_order(waiting, state.served):
         work = state.queue[task.key]
         model = work.request.model
         engine = state.engines[model]
@@ -110,7 +159,7 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
             actions += fail(state, now_ms, [work], reason)
             continue
         # A moved request holds memory for its context already, and starts with that if there is no more.
-        fits = state.ledger.reserve(model, task.key, min(most, work.wanted_tokens(state.settings.margin)))
+        fits = state.ledger.reserve(model, task.key, min(most, work.wanted_tokens))
         if fits or state.ledger.held_tokens(model, task.key) >= work.context_tokens:
             actions += _start(state, now_ms, engine, work)
             continue
@@ -121,7 +170,22 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
     return actions
 
 
-def score_of(state: State, now_ms: float, work: Work) -> float:
+def task_of(state: State, now_ms: float, work: Work, prefill_ms: float | None = None) -> batch.Task:
+    """Return the prefill of a request as the batcher weighs it; `prefill_ms` is its time, where given."""
+    return batch.Task(
+        work.request.request_id,
+        score_of(state, now_ms, work, work.prefill_ms if prefill_ms is None else prefill_ms),
+        tenant=work.request.tenant,
+        late=work.due_ms <= now_ms and not work.urgent,
+        cost=_cost(work),
+    )
+
+
+def _cost(work: Work) -> float:
+    return work.wanted_tokens / work.request.tenant_weight
+
+
+def score_of(state: State, now_ms: float, work: Work, prefill_ms: float) -> float:
     """Return how urgent the prefill of a request is (Eq. 4).
 
     First of all come those that outgrew their memory, and those passed over for `bypass_max_ms`.
@@ -130,7 +194,7 @@ def score_of(state: State, now_ms: float, work: Work) -> float:
     if work.urgent or passed_over_ms >= state.settings.bypass_max_ms:
         return math.inf
     return batch.score(
-        work.prefill_ms,
+        prefill_ms,
         work.due_ms - now_ms,
         now_ms - work.runnable_ms,
         decode=False,
@@ -149,6 +213,7 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
     actions: list[Action] = []
     if work.given_ms is None:
         work.given_ms = now_ms
+        state.served[request.tenant] = state.served.get(request.tenant, 0.0) + _cost(work)
         actions += span(state, now_ms, work, "local.queue", work.arrived_ms)
     state.work_changed = state.summary_due = True
     run = msgspec.structs.replace(request, request_id=work.run_id)

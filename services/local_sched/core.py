@@ -15,9 +15,10 @@ from services.local_sched.settings import LocalSettings
 from services.local_sched.state import State
 from shared import engine as en
 from shared import events as ev
-from shared.lut import Lut, build
+from shared.devices import Device
+from shared.lut import Lut, build, unpack
 from shared.model import ModelSpec
-from shared.silicon import Device
+from shared.shelf import Shelf
 
 
 class LocalSchedCore:
@@ -29,7 +30,7 @@ class LocalSchedCore:
         engine: kind of engine it runs, ``emulated`` or ``vllm``.
         device: row of the device table.
         started_ms: when this process started; tells its summaries from an earlier one's.
-        lut_for: where a model's look-up table comes from; by default it is modelled.
+        lut_for: makes the look-up table of a model that has none in the store; by default it is modelled.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class LocalSchedCore:
             device=device,
             settings=settings,
             started_ms=started_ms,
-            lut_for=lut_for,
+            shelf=Shelf(lambda gpu_type, model: lut_for(device, model)),
             ledger=Ledger(int(device.total_bytes * (1.0 - settings.memory_margin))),
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
@@ -67,6 +68,8 @@ class LocalSchedCore:
             ev.Ack: _acknowledged,
             ev.GatewayAlive: _gateway_alive,
             ev.PlacementChanged: _placement_changed,
+            ev.LutRead: _lut_read,
+            ev.Leaving: _leaving,
             ev.BusLost: _bus_lost,
             ev.BusRestored: _bus_restored,
             en.EngineReady: engines.ready,
@@ -79,13 +82,22 @@ class LocalSchedCore:
         self._handlers = handlers
 
     @property
+    def idle(self) -> bool:
+        """Whether no work is here, and gateways have all that was made."""
+        return not self.state.works and not self.state.outbox.pending
+
+    @property
     def wake_ms(self) -> float | None:
         """When the core next wants a tick; there is always a heartbeat to come."""
         state, settings = self.state, self.state.settings
         times = [state.heartbeat_ms + settings.heartbeat_ms]
         if state.summary_due:
             times.append(state.summarized_ms + settings.summary_interval_ms)
-        for due_ms in (plans.decision_due_ms(state), state.moves.next_expiry_ms(settings.move_ttl_ms)):
+        for due_ms in (
+            plans.decision_due_ms(state),
+            state.moves.next_expiry_ms(settings.move_ttl_ms),
+            running.relief_due_ms(state),
+        ):
             if due_ms is not None:
                 times.append(due_ms)
         return max(min(times), state.started_ms)
@@ -96,6 +108,7 @@ class LocalSchedCore:
         handler = self._handlers.get(type(event))
         actions = handler(state, now_ms, event) if handler else []
         transfer.expire(state, now_ms)
+        actions += running.relieve(state, now_ms)
         heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
         if heartbeat:
             actions += _beat(state, now_ms)
@@ -111,8 +124,11 @@ class LocalSchedCore:
 
 
 def _beat(state: State, now_ms: float) -> list[ev.Action]:
-    """Once per heartbeat: send again what may have been lost, and look for gateways that are gone."""
+    """Once per heartbeat: send again what may have been lost, and look for who is gone."""
     state.heartbeat_ms = now_ms
+    for scheduler, heard_ms in list(state.schedulers.items()):
+        if now_ms - heard_ms >= state.settings.scheduler_lease_ms:
+            del state.schedulers[scheduler], state.admitted_through[scheduler]
     if state.bus_lost:
         return []  # nobody else's silence means anything now
     actions: list[ev.Action] = [*state.outbox.resend(now_ms, state.settings.resend_ms)]
@@ -138,10 +154,32 @@ def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) 
     if event.placement.version < state.placement_version:
         return []
     state.placement_version = event.placement.version
-    draining = state.gpu in event.placement.drained
-    state.summary_due = state.summary_due or draining != state.draining
-    state.draining = draining
+    state.order_version = max(state.order_version, state.placement_version)  # no order is older than this
+    drained = state.gpu in event.placement.drained
+    state.summary_due = state.summary_due or drained != state.drained
+    state.drained = drained
     return []
+
+
+def _leaving(state: State, now_ms: float, event: ev.Leaving) -> list[ev.Action]:
+    """Take no new work; what still runs at the deadline is handed back to its gateways."""
+    state.leaving = state.summary_due = True
+    works = list(state.works.values()) if event.at_once else []
+    return ends.fail(state, now_ms, works, f"{state.gpu} is being stopped")
+
+
+def _lut_read(state: State, now_ms: float, event: ev.LutRead) -> list[ev.Action]:
+    """Decide by a stored table from now on, also for an engine that runs already."""
+    lut = unpack(event.packed)
+    if lut.device.name != state.device.name:
+        return []
+    unusable = state.shelf.put(lut)
+    state.luts.pop(lut.model.name, None)
+    engine = state.engines.get(lut.model.name)
+    if engine is not None:
+        engine.lut = state.lut(engine.spec)
+        state.changed()
+    return [ev.Count(name="luts_read", labels={"model": lut.model.name, "why": unusable})]
 
 
 def _bus_lost(state: State, now_ms: float, event: ev.BusLost) -> list[ev.Action]:

@@ -12,9 +12,11 @@ half by bytes moved; no device measures its engines one by one.
 """
 
 from collections import deque
+from collections.abc import Callable, Mapping
 
 from services.local_sched.emulated_step import Engine, Step, run_together
 from services.local_sched.made_up import VocabSlice
+from shared.devices import Device
 from shared.engine import (
     ClockApplied,
     DeviceSampled,
@@ -29,13 +31,11 @@ from shared.engine import (
     UnloadEngine,
 )
 from shared.events import Event
-from shared.silicon import (
-    Device,
-    idle_power_w,
-    load_ms,
-)
+from shared.model import Request
+from shared.silicon import idle_power_w, load_ms
 
 _REQUESTS, _OVERHEAD, _IDLE = "requests", "overhead", "idle"
+_STATES = ("active", "warm", "cold")
 
 
 class EmulatedGpu:
@@ -51,26 +51,52 @@ class EmulatedGpu:
         elastic_kv: whether an engine may draw KV memory from whatever is free on the device; if not, each
             needs a pool of its own, fixed when it loads.
         vocab: what the answers are made of.
+        output_length: how many tokens the answer to a request has, where a workload says; None draws it.
     """
 
     def __init__(
-        self, device: Device, *, control_delay_ms: float = 3.0, elastic_kv: bool = True, vocab: VocabSlice
+        self,
+        device: Device,
+        *,
+        control_delay_ms: float = 3.0,
+        elastic_kv: bool = True,
+        vocab: VocabSlice,
+        output_length: Callable[[Request], int] | None = None,
     ) -> None:
         self.device = device
         self._control_delay_ms = control_delay_ms
         self._elastic_kv = elastic_kv
         self._vocab = vocab
+        self._output_length = output_length
         self._engines: dict[str, Engine] = {}
         self._orders: deque[tuple[float, Order]] = deque()
         self._clock_mhz = device.default_clock_mhz
         self._now_ms: float | None = None
         self._since_ms = 0.0  # conditions are what they are since then, and energy is summed up to then
         self._power_w = 0.0
+        self._parts_w = [0.0] * 5
+        self._parts_j = [0.0] * 5
+        self._state_ms = dict.fromkeys(_STATES, 0.0)
         self._use = _IDLE
         self._energy_j = 0.0
         self._uses_j = {_REQUESTS: 0.0, _OVERHEAD: 0.0, _IDLE: 0.0}
 
+    # ---- what experiments do to it
+
+    def kill(self, now_ms: float, model: str) -> None:
+        """Let a model's engine die at once, without a report: whoever kills it says so."""
+        events: list[Event] = []
+        self._pass(now_ms)
+        self._sum_energy(now_ms)
+        self._obey(now_ms, UnloadEngine(model=model), events)
+        self._set_conditions(now_ms)
+
     # ---- what the local scheduler sees
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        """The engines by model, those that load included; to be read, not changed."""
+        return self._engines
 
     @property
     def wake_ms(self) -> float | None:
@@ -130,6 +156,11 @@ class EmulatedGpu:
         )
 
     @property
+    def power_w(self) -> float:
+        """What it draws now; meaningless without a meter."""
+        return self._power_w
+
+    @property
     def energy_j(self) -> float:
         """Joules since the device was first called; the sum of the three uses."""
         return self._energy_j + self._unsummed_j()
@@ -148,6 +179,19 @@ class EmulatedGpu:
     def idle_energy_j(self) -> float:
         """Joules while nothing ran or loaded."""
         return self._used_j(_IDLE)
+
+    @property
+    def energy_parts_j(self) -> tuple[float, ...]:
+        """Joules by what they were for: floor, context, SM clock, HBM, compute; the sum is `energy_j`."""
+        seconds = 0.0 if self._now_ms is None else (self._now_ms - self._since_ms) / 1000
+        return tuple(j + w * seconds for j, w in zip(self._parts_j, self._parts_w, strict=True))
+
+    @property
+    def state_ms(self) -> tuple[float, ...]:
+        """Time spent so far active, warm and cold."""
+        passed_ms = 0.0 if self._now_ms is None else self._now_ms - self._since_ms
+        state = self.state
+        return tuple(self._state_ms[s] + (passed_ms if s == state else 0.0) for s in _STATES)
 
     # ---- time and energy
 
@@ -168,8 +212,10 @@ class EmulatedGpu:
 
     def _sum_energy(self, now_ms: float) -> None:
         """Charge the time since the last event to its use, and to the steps that ran."""
+        self._state_ms[self.state] += now_ms - self._since_ms
         seconds = (now_ms - self._since_ms) / 1000
         self._since_ms = now_ms
+        self._parts_j = [j + w * seconds for j, w in zip(self._parts_j, self._parts_w, strict=True)]
         self._energy_j += self._power_w * seconds
         self._uses_j[self._use] += self._power_w * seconds
         for step in self._steps():
@@ -199,9 +245,11 @@ class EmulatedGpu:
         loading = any(e.ready_ms is not None for e in self._engines.values())
         self._use = _REQUESTS if steps else _OVERHEAD if loading else _IDLE
         if steps:
-            self._power_w = run_together(self.device, self._clock_mhz, steps, now_ms)
+            self._parts_w = list(run_together(self.device, self._clock_mhz, steps, now_ms))
+            self._power_w = sum(self._parts_w)
         elif self.device.has_meter:
             self._power_w = idle_power_w(self.device, "warm" if self._engines else "cold")
+            self._parts_w = [self.device.static_w, self._power_w - self.device.static_w, 0.0, 0.0, 0.0]
 
     def _steps(self) -> list[Step]:
         return [e.step for e in self._engines.values() if e.step is not None]
@@ -236,7 +284,8 @@ class EmulatedGpu:
         elif isinstance(order, RunRequest | StopRequest | SetPlan) and order.model in self._engines:
             engine = self._engines[order.model]
             if isinstance(order, RunRequest):
-                engine.add(order.request, self._vocab)
+                length = self._output_length(order.request) if self._output_length else None
+                engine.add(order.request, self._vocab, length)
             elif isinstance(order, StopRequest):
                 engine.drop(order.request_id)
             else:

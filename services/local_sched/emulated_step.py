@@ -1,23 +1,23 @@
 """One emulated engine: its requests, their KV memory, what its next step does, and how fast steps run.
 
 The engine batches as vLLM does: a step decodes one token of every request whose prompt is computed, and
-computes a chunk of the prompts that are not, oldest first. Time and power of the steps that run side by side
-come from the device model (`shared/silicon.py`); `emulated.py` says when they start and end.
+computes a chunk of the prompts that are not, in the order of the plan. Time and power of the steps that run
+side by side come from the device model (`shared/silicon.py`); `emulated.py` says when they start and end.
 """
 
 from dataclasses import dataclass, field, replace
 
 from services.local_sched.made_up import Answer, VocabSlice, answer
+from shared.devices import Device
 from shared.engine import OutOfMemory, StepDone, StepOutput
 from shared.model import ModelSpec, Plan, Request
 from shared.silicon import (
     CAP_ROUNDS,
-    Device,
     StepWork,
     capped_clock_mhz,
     contention,
     idle_power_w,
-    power_w,
+    dynamic_parts_w,
     rates,
     step_ms,
     step_work,
@@ -75,12 +75,12 @@ class Engine:
     step: Step | None = None
     blocks: int = 0
 
-    def add(self, request: Request, vocab: VocabSlice) -> None:
-        """Take a request in, behind those that are here."""
+    def add(self, request: Request, vocab: VocabSlice, length: int | None) -> None:
+        """Take a request in, behind those that are here; `length` is its answer's where that is given."""
         assert request.request_id not in self.sequences, f"{request.request_id} is in the engine already"
         self.sequences[request.request_id] = Sequence(
             request=request,
-            answer=answer(request, vocab, self.model.context_tokens),
+            answer=answer(request, vocab, self.model.context_tokens, length),
             prefill_tokens=request.context_tokens,
             output_tokens=len(request.output_tokens),
         )
@@ -143,6 +143,8 @@ class Engine:
                 prefills.append(sequence)
             else:
                 take(sequence, 1)
+        turns = {request_id: turn for turn, request_id in enumerate(self.plan.order)}
+        prefills.sort(key=lambda sequence: turns.get(sequence.request.request_id, len(turns)))
         for sequence in prefills:
             if chunk_tokens <= 0:
                 break
@@ -236,8 +238,12 @@ class Engine:
             self.blocks -= sequence.blocks
 
 
-def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: float) -> float:
-    """Give steps that run side by side from `now_ms` on their end and their power; return their power, in W.
+def run_together(
+    device: Device, clock_mhz: int, steps: list[Step], now_ms: float
+) -> tuple[float, float, float, float, float]:
+    """Give steps that run side by side from `now_ms` on their end and their power.
+
+    Returns the device's power in W, by what it is for: floor, context, SM clock, HBM, compute.
 
     What is left of a step is stretched by as much as the whole of it is. Shares that add up to more than the
     device are scaled to it; memory and compute are rationed by `contention`, the clock by the power cap.
@@ -262,8 +268,13 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         if capped_mhz == asked_mhz:
             break
         spans_ms, tb_per_s, tflop_per_s = at(capped_mhz)
+    parts_w = (0.0, 0.0, 0.0, 0.0, 0.0)
     if device.has_meter:
-        device_w = float(power_w(device, capped_mhz, sum(shares), sum(tb_per_s), tflop_per_s))
+        dynamic_w = dynamic_parts_w(device, capped_mhz, sum(shares), sum(tb_per_s), tflop_per_s)
+        clock_w, hbm_w, compute_w = map(float, dynamic_w)
+        context_w = max(0.0, device.context_idle_w - device.static_w - clock_w - hbm_w - compute_w)
+        parts_w = (device.static_w, context_w, clock_w, hbm_w, compute_w)
+        device_w = sum(parts_w)
         idle_w = idle_power_w(device, "warm")
         for step, share, read in zip(steps, shares, tb_per_s, strict=True):
             part = share / sum(shares)
@@ -274,4 +285,4 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         elif step.full_ms != span_ms:
             step.end_ms = now_ms + (step.end_ms - now_ms) * span_ms / step.full_ms
         step.full_ms = span_ms
-    return sum(step.power_w for step in steps)
+    return parts_w

@@ -6,12 +6,15 @@ from services.local_sched.moves import DESTINATION, SOURCE, holder
 from services.local_sched.spans import end_of, last_span
 from services.local_sched.state import State, Work
 from shared.engine import StopRequest
-from shared.events import Abort, Action, Count, TokenDelta
+from shared.events import STOPPED, Abort, Action, Count, TokenDelta
 from shared.model import Request, RequestEnd
 
 
 def abort(state: State, now_ms: float, event: Abort) -> list[Action]:
-    """Stop an attempt and every lower one at once, and see to it that none comes in late."""
+    """Stop an attempt and every lower one at once, and see to it that none comes in late.
+
+    One that a stop string has ended is not given up but complete: its end is reported.
+    """
     state.remember(event.request_id, event.attempt)
     state.outbox.drop(event.request_id, event.attempt)
     for move_id in state.moves.of_request(event.request_id):
@@ -22,6 +25,8 @@ def abort(state: State, now_ms: float, event: Abort) -> list[Action]:
     work = state.works.get(event.request_id)
     if work is None or work.request.attempt > event.attempt:
         return []
+    if event.reason == STOPPED and work.request.attempt == event.attempt:
+        return finish(state, now_ms, work, "stop")
     return abandon(state, now_ms, work, event.reason or "aborted")
 
 
@@ -48,15 +53,25 @@ def abandon(state: State, now_ms: float, work: Work, reason: str) -> list[Action
 
 def fail(state: State, now_ms: float, works: list[Work], reason: str) -> list[Action]:
     """End work with an error, so that its gateway can start another attempt."""
+    return _end(state, now_ms, works, "error", reason)
+
+
+def finish(state: State, now_ms: float, work: Work, finish_reason: str) -> list[Action]:
+    """End work well, before its engine does."""
+    return _end(state, now_ms, [work], finish_reason)
+
+
+def _end(state: State, now_ms: float, works: list[Work], finish_reason: str, error: str = "") -> list[Action]:
+    """Take work out of its engine, and report its end."""
     actions: list[Action] = []
     deltas = []
     for work in works:
         request = work.request
         actions += _stop(state, work)
-        end = end_of(state, now_ms, work, "error", reason)
+        end = end_of(state, now_ms, work, finish_reason, error)
         deltas.append((request.gateway, delta_of(work, work.output_count, (), end)))
-        actions += last_span(state, now_ms, work, reason)
-        actions += count_end(work, "error")
+        actions += last_span(state, now_ms, work, error)
+        actions += count_end(work, finish_reason)
         forget(state, now_ms, work)
     return [*state.outbox.send(now_ms, deltas), *actions]
 

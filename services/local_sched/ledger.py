@@ -65,9 +65,10 @@ class Ledger:
         return True
 
     def resize(self, model: str, pool_bytes: int, block_tokens: int) -> None:
-        """Adopt the pool that a started engine reports. Called before anyone holds blocks of it."""
+        """Adopt the pool that a started engine reports; what was promised stays so, in its blocks."""
         pool = self.pools[model]
-        assert not pool.holders or block_tokens == pool.block_tokens
+        for holder, blocks in pool.holders.items():
+            pool.holders[holder] = -(-blocks * pool.block_tokens // block_tokens)
         pool.pool_bytes, pool.block_tokens = pool_bytes, block_tokens
 
     def close(self, model: str) -> None:

@@ -74,23 +74,25 @@ class Answer:
         return token_id, "length" if index + 1 >= self.max_tokens else ""
 
 
-def answer(request: Request, vocab: VocabSlice, context_tokens: int) -> Answer:
+def answer(request: Request, vocab: VocabSlice, context_tokens: int, length: int | None = None) -> Answer:
     """Return the answer to `request`; what earlier attempts gave the client already does not change it.
 
     Args:
         request: of its ``sampling``, seed, min_tokens, ignore_eos and stop_token_ids matter.
         vocab: tokens to answer in.
         context_tokens: most tokens of prompt and output together (the model's).
+        length: all tokens of the answer, where the workload says; None draws it.
     """
     sampling: dict[str, Any] = request.sampling
     text = msgspec.msgpack.encode((request.prompt_tokens, sampling.get("seed")))
     key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     min_tokens = int(sampling.get("min_tokens") or 0)
-    drawn = max(output_length((_mix(~key) >> 11) / 2**53), min_tokens + 1)
+    if length is None:
+        length = max(output_length((_mix(~key) >> 11) / 2**53), min_tokens + 1)
     return Answer(
         vocab=vocab,
         key=key,
-        length=None if sampling.get("ignore_eos") else drawn,
+        length=None if sampling.get("ignore_eos") else length,
         max_tokens=min(request.max_tokens, context_tokens - len(request.prompt_tokens)),
         min_tokens=min_tokens,
         stop_token_ids=frozenset(sampling.get("stop_token_ids") or ()),

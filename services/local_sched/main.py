@@ -1,6 +1,7 @@
 """The local scheduler's shell: one per GPU, beside the engines it drives."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -13,17 +14,20 @@ from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.settings import LocalSettings
+from services.local_sched.state import Stage, State
 from shared import engine as en
 from shared import standin
 from shared.clock import now_ms
 from shared.config import Common, load
+from shared.devices import Device, device_for
 from shared.errors import ConfigError
-from shared.events import Event
+from shared.events import Event, Leaving
+from shared.metrics import Metrics
 from shared.runtime import Shell, run_service, wait_for_stop
-from shared.silicon import Device, device_for
 from shared.subjects import LOCAL
 
 SAMPLE_PERIOD_S = 0.25
+HANDED_BACK_WITHIN_S = 1.0
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +97,11 @@ async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, 
         await engines.start()
         orders = (en.LoadEngine, en.UnloadEngine, en.RunRequest, en.StopRequest, en.SetPlan, en.SetClock)
         await shell.start(core, dict.fromkeys(orders, engines.perform))
-        await shell.restore()
-        sampler = asyncio.create_task(_sample(shell, engines))
-        return await wait_for_stop(shell, stop)
+        sampler = asyncio.create_task(_sample(shell, core, engines))
+        well = await wait_for_stop(shell, stop)
+        if well:
+            await _leave(shell, core, common.drain_s)
+        return well
     finally:
         if sampler is not None:
             sampler.cancel()
@@ -103,16 +109,38 @@ async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, 
         await shell.close()
 
 
-async def _sample(shell: Shell, engines: Engines) -> None:
+async def _leave(shell: Shell, core: LocalSchedCore, drain_s: float) -> None:
+    """Let what runs end within `drain_s`, and hand back to the gateways what has not."""
+    for event, within_s in ((Leaving(), drain_s), (Leaving(at_once=True), HANDED_BACK_WITHIN_S)):
+        if event.at_once and core.idle:
+            return
+        shell.feed(event)
+        deadline = asyncio.get_running_loop().time() + within_s
+        while not core.idle and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
+
+async def _sample(shell: Shell, core: LocalSchedCore, engines: Engines) -> None:
     """Read the device regularly: for the summary, and for the metrics."""
     while True:
         reading = engines.sample()
         shell.heard(reading)
+        _show_load(shell.metrics, core.state)
         shell.metrics.show("used_bytes", {}, reading.used_bytes)
         if reading.power_w is not None and reading.energy_j is not None:
             shell.metrics.show("power_w", {}, reading.power_w)
             shell.metrics.show("energy_j", {}, reading.energy_j)
         await asyncio.sleep(SAMPLE_PERIOD_S)
+
+
+def _show_load(metrics: Metrics, state: State) -> None:
+    """Show the clock, and by model whether it is resident and how many requests run and wait."""
+    metrics.show("sm_clock_mhz", {}, state.clock_mhz)
+    waiting = Counter(work.request.model for work in state.works.values() if work.stage is not Stage.RUNNING)
+    ready = {name: float(engine.state == "ready") for name, engine in state.engines.items()}
+    metrics.show_each("resident", "model", ready)
+    metrics.show_each("running_requests", "model", {n: len(e.running) for n, e in state.engines.items()})
+    metrics.show_each("waiting_requests", "model", {name: waiting[name] for name in state.engines})
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ class Transfer:
         heard_ms: when the migrator was last heard of it.
         migrator, source: who drives the move, and from which GPU; at the destination, as is all that follows.
         credit_bytes: what was promised.
-        request: what was adopted, at `adopted_ms`.
+        request: what was adopted, at `adopted_ms`; it has taken `energy_j` elsewhere.
         committed: it is done; kept a while only to answer a repeat.
     """
 
@@ -34,6 +34,7 @@ class Transfer:
     credit_bytes: int = 0
     request: Request | None = None
     predicted_output_tokens: int = 0
+    energy_j: float | None = 0.0
     adopted_ms: float = 0.0
     committed: bool = False
 

@@ -3,8 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from shared.events import AckedThrough, Send, TokenDelta, Tokens
 from shared.model import RequestEnd
+
+# The bus takes 1 MiB a message; a token id takes up to 5 bytes of it, what surrounds a delta about 300.
+MESSAGE_TOKENS = 100_000
+DELTA_OVERHEAD_TOKENS = 64
 
 
 @dataclass
@@ -16,6 +22,7 @@ class Unacknowledged:
     sent_ms: float
     tokens: list[int] = field(default_factory=list)
     end: RequestEnd | None = None
+    moved_from: str = ""
 
 
 class Outbox:
@@ -29,12 +36,14 @@ class Outbox:
         self.limit = limit
         self.entries: dict[tuple[str, int], Unacknowledged] = {}
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything is unacknowledged."""
+        return any(entry.tokens or entry.end for entry in self.entries.values())
+
     def send(self, now_ms: float, deltas: Iterable[tuple[str, TokenDelta]]) -> list[Send]:
         """Keep (gateway, delta) pairs and return one message per gateway that carries them."""
-        deltas = list(deltas)
-        for gateway, delta in deltas:
-            self._keep(now_ms, gateway, delta)
-        return self._messages(deltas)
+        return self._messages([(gateway, self._keep(now_ms, gateway, delta)) for gateway, delta in deltas])
 
     def acknowledge(self, acks: Iterable[AckedThrough]) -> None:
         """Drop what a gateway says it has."""
@@ -43,6 +52,7 @@ class Outbox:
             entry = self.entries.get(key)
             if entry is None:
                 continue
+            entry.moved_from = ""
             have = max(0, ack.next_seq - entry.first_seq)
             entry.first_seq += min(have, len(entry.tokens))
             del entry.tokens[:have]
@@ -63,6 +73,7 @@ class Outbox:
                     first_seq=entry.first_seq,
                     token_ids=tuple(entry.tokens),
                     end=entry.end,
+                    moved_from=entry.moved_from,
                 )
                 deltas.append((entry.gateway, delta))
         return self._messages(deltas)
@@ -76,7 +87,8 @@ class Outbox:
         """Forget all that is meant for a gateway that is gone."""
         self.entries = {key: entry for key, entry in self.entries.items() if entry.gateway != gateway}
 
-    def _keep(self, now_ms: float, gateway: str, delta: TokenDelta) -> None:
+    def _keep(self, now_ms: float, gateway: str, delta: TokenDelta) -> TokenDelta:
+        """Keep a delta; returns it as it is to be sent."""
         key = (delta.request_id, delta.attempt)
         entry = self.entries.get(key)
         if entry is None:
@@ -87,15 +99,24 @@ class Outbox:
         if not entry.tokens:
             entry.sent_ms = now_ms
         entry.tokens.extend(delta.token_ids)
+        entry.moved_from = entry.moved_from or delta.moved_from
         if delta.end is not None:
             entry.end = delta.end
             self.entries[key] = self.entries.pop(key)  # ended attempts stand in the order they ended
+        return replace(delta, moved_from=entry.moved_from) if entry.moved_from else delta
 
     def _messages(self, deltas: list[tuple[str, TokenDelta]]) -> list[Send]:
-        by_gateway: dict[str, list[TokenDelta]] = {}
+        """Return the messages that carry the deltas: one per gateway, more where it would be too large."""
+        parts: dict[str, list[list[TokenDelta]]] = {}
+        room: dict[str, int] = {}
         for gateway, delta in deltas:
-            by_gateway.setdefault(gateway, []).append(delta)
+            room[gateway] = room.get(gateway, 0) - len(delta.token_ids) - DELTA_OVERHEAD_TOKENS
+            if room[gateway] < 0:
+                parts.setdefault(gateway, []).append([])
+                room[gateway] = MESSAGE_TOKENS - len(delta.token_ids) - DELTA_OVERHEAD_TOKENS
+            parts[gateway][-1].append(delta)
         return [
-            Send(to=gateway, message=Tokens(gpu=self.gpu, deltas=tuple(found)))
-            for gateway, found in by_gateway.items()
+            Send(to=gateway, message=Tokens(gpu=self.gpu, deltas=tuple(part)))
+            for gateway, found in parts.items()
+            for part in found
         ]

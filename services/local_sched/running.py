@@ -1,11 +1,14 @@
 """What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
 
 from services.local_sched.admission import enqueue, prefill_alone_ms
-from services.local_sched.ends import count_end, delta_of, fail, forget, with_output
+from services.local_sched.ends import count_end, delta_of, fail, finish, forget, with_output
 from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Stage, State, Work
 from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
 from shared.events import Action, Count, TokenDelta
+
+STARVED_STEPS = 10
+"""A request that room was made for runs within so many steps, or so many times `oom_grace_ms`."""
 
 
 def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
@@ -37,17 +40,19 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
     if decoded:
         smoothed_ms = engine.step_ms or event.duration_ms
         engine.step_ms = smoothed_ms + 0.2 * (event.duration_ms - smoothed_ms)
+    sends = state.outbox.send(now_ms, deltas)
     for work in grown:
         if work.stage is Stage.RUNNING:  # it may have made room for one before it
             actions += _grow(state, now_ms, work)
     tokens = sum(len(delta.token_ids) for _, delta in deltas)
     if tokens:
         actions.append(Count(name="tokens", labels={"model": event.model}, value=tokens))
-    return [*state.outbox.send(now_ms, deltas), *actions]
+    return [*sends, *actions]
 
 
 def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -> list[Action]:
     """Add one step's result to a request; its first token ends its prefill."""
+    state.starved.pop(output.request_id, None)
     work.prefilled_tokens += output.prefilled_tokens
     if work.energy_j is not None:
         work.energy_j = None if output.energy_j is None else work.energy_j + output.energy_j
@@ -68,12 +73,17 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
 
 
 def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
-    """Extend the reservation of a request that is about to outgrow it; evict others if need be (3.4)."""
+    """Extend the reservation of a request that is about to outgrow it; evict others if need be (3.4).
+
+    One that has all the memory there is for its model has reached the end of its context here.
+    """
     request = work.request
     needed = work.context_tokens  # the next step computes the latest token's KV
     if state.ledger.held_tokens(request.model, request.request_id) >= needed:
         return []
-    for tokens in (max(needed, work.wanted_tokens(state.settings.margin)), needed):
+    if needed > state.ledger.most_tokens(request.model):
+        return finish(state, now_ms, work, "length")
+    for tokens in (max(needed, work.wanted_tokens), needed):
         if state.ledger.reserve(request.model, request.request_id, tokens):
             return []
     work.urgent = True
@@ -88,20 +98,43 @@ def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
 
 
 def out_of_memory(state: State, now_ms: float, event: OutOfMemory) -> list[Action]:
-    """Make room for a request that the device had no memory for, by evicting another (3.4).
+    """Note that the device had no memory for a request; `relieve` makes room.
 
     The ledger should have kept this from happening; when it did not, the device is right.
     """
-    engine = state.engines.get(event.model)
-    work = engine.running.get(event.request_id) if engine else None
-    if work is None or now_ms - state.evicted_ms < state.settings.oom_grace_ms:
-        return []
-    work.urgent = True
-    victim = _victim(state, work)
-    if victim is None:
-        reason = f"out of memory: {state.gpu} has no memory for its next token and nothing to evict"
-        return fail(state, now_ms, [work], reason)
-    return _evict(state, now_ms, victim)
+    state.starved[event.request_id] = now_ms
+    return []
+
+
+def relief_due_ms(state: State) -> float | None:
+    """Return when a starved request is to be helped; None if there is none."""
+    if not state.starved:
+        return None
+    return max(min(state.starved.values()), state.evicted_ms + state.settings.oom_grace_ms)
+
+
+def relieve(state: State, now_ms: float) -> list[Action]:
+    """Evict a request to make room for one that is starved, once what was evicted before has left (3.4).
+
+    A starved request is looked at again later, unless it has run by then: its engine reports it but once.
+    """
+    actions: list[Action] = []
+    running = {run_id: work for engine in state.engines.values() for run_id, work in engine.running.items()}
+    while (due_ms := relief_due_ms(state)) is not None and due_ms <= now_ms:
+        run_id = min(state.starved, key=state.starved.__getitem__)
+        del state.starved[run_id]
+        work = running.get(run_id)
+        if work is None or work.stage is not Stage.RUNNING:
+            continue  # it has left
+        work.urgent = True
+        victim = _victim(state, work)
+        if victim is None:
+            reason = f"out of memory: {state.gpu} has no memory for its next token and nothing to evict"
+            return [*actions, *fail(state, now_ms, [work], reason)]
+        actions += _evict(state, now_ms, victim)
+        steps_ms = STARVED_STEPS * state.engines[work.request.model].step_ms
+        state.starved[run_id] = now_ms + max(STARVED_STEPS * state.settings.oom_grace_ms, steps_ms)
+    return actions
 
 
 def _victim(state: State, spared: Work) -> Work | None:

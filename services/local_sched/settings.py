@@ -10,6 +10,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         heartbeat_ms: a summary is sent at least this often; its key expires after three.
         summary_interval_ms: least time between two summaries, so that none is sent per engine step.
         gateway_lease_ms: work of a gateway silent for longer is aborted.
+        scheduler_lease_ms: what a global scheduler has sent is counted in the summary for this long after.
         max_queue: most requests waiting for memory or for a model to load; more are refused.
         max_running: most requests in one engine at a time.
         max_unacknowledged: most attempts whose unacknowledged tokens are kept to send again.
@@ -18,7 +19,6 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         beta: weight of a prefill's age in Eq. 4; the paper's 1 (15).
         starvation_ms: a prefill late by this long scores 1, as if it would use up all its slack (6).
         bypass_max_ms: a request passed over for want of memory for this long lets no other past it.
-        margin: extra memory over the predicted output length; 5 % (3.2.2).
         memory_margin: share of the device's memory never promised to anyone; 5 % (3.5).
         ample_memory: with a smaller share of the KV memory free than this, SMs that no deadline needs are
             given out all the same, so that requests leave sooner; while one waits for memory, the clock is
@@ -34,14 +34,18 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         clock_min_gain: a lower clock must save at least this share of the energy to be worth a switch (25).
         fixed_clock_mhz: pins the clock; None lets the sweep choose it.
         considered_prefills: most prefills per engine, earliest deadlines first, that the sweep weighs.
+        chunk_part: a chunk of prefill takes at most this part of the shortest TTFT that a request of the
+            model may ask for, so that one that comes during it can be in time: it waits for the end of this
+            chunk, and is computed in the next.
         move_ttl_ms: a source takes a request back, and (twice this) a destination drops it, without news.
-        oom_grace_ms: a device that says it is out of memory this soon after an eviction is not believed: the
-            order to evict may still be on its way.
+        oom_grace_ms: a device that says it is out of memory this soon after an eviction is not believed yet:
+            the order to evict may still be on its way.
     """
 
     heartbeat_ms: float = 500.0
     summary_interval_ms: float = 20.0
     gateway_lease_ms: float = 5_000.0
+    scheduler_lease_ms: float = 300_000.0
     max_queue: int = 512
     max_running: int = 256
     max_unacknowledged: int = 4096
@@ -50,7 +54,6 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     beta: float = 1.0
     starvation_ms: float = 10_000.0
     bypass_max_ms: float = 2_000.0
-    margin: float = 0.05
     memory_margin: float = 0.05
     ample_memory: float = 0.5
     kv_pool_bytes: int = 0
@@ -62,5 +65,6 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clock_min_gain: float = 0.02
     fixed_clock_mhz: int | None = None
     considered_prefills: int = 16
+    chunk_part: float = 0.3
     move_ttl_ms: float = 5_000.0
     oom_grace_ms: float = 20.0

@@ -1,7 +1,6 @@
 """All that one GPU's local scheduler knows: its engines, the requests on it, memory, clock and promises."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,9 +8,10 @@ from services.local_sched.ledger import Ledger
 from services.local_sched.moves import Moves
 from services.local_sched.outbox import Outbox
 from services.local_sched.settings import LocalSettings
+from shared.devices import Device
 from shared.lut import Lut
 from shared.model import ModelSpec, Plan, Request
-from shared.silicon import Device
+from shared.shelf import Shelf
 
 GROWTH_TOKENS = 64
 """A request that outgrows its reservation asks for this much more at a time, if that fits."""
@@ -79,16 +79,22 @@ class Work:
         return self.run_first_ms is not None
 
     @property
+    def prefill_tokens(self) -> int:
+        """Tokens still to be computed before its present run makes one."""
+        return max(1, self.request.context_tokens - self.prefilled_tokens)
+
+    @property
     def remaining_tokens(self) -> int:
         """Output tokens still expected, at least one."""
         return max(1, min(self.request.max_tokens, self.predicted_output_tokens) - self.output_count)
 
-    def wanted_tokens(self, margin: float) -> int:
-        """Return the tokens to reserve KV for: prompt and predicted output with its margin (3.2.2).
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens to reserve KV for: prompt and predicted output, which has its margin already (3.2.2).
 
         One that has outgrown its prediction gets `GROWTH_TOKENS` more, not to do so at once again.
         """
-        output = math.ceil(self.predicted_output_tokens * (1.0 + margin))
+        output = self.predicted_output_tokens
         if output <= self.output_count:
             output = self.output_count + GROWTH_TOKENS
         return len(self.request.prompt_tokens) + min(self.request.max_tokens, output)
@@ -113,6 +119,7 @@ class Engine:
         running: requests given to it, in that order, by the id of their run.
         used_ms: when it last had work, or became ready.
         plan: the plan in force, None before the first.
+        least_share_pct: the least SM share that meets its deadlines, as of the last decision.
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
     """
@@ -124,6 +131,7 @@ class Engine:
     reason: str = ""
     running: dict[str, Work] = field(default_factory=dict)
     plan: Plan | None = None
+    least_share_pct: int = 0
     step_ms: float = 0.0
     load_again: bool = False
 
@@ -137,8 +145,12 @@ class State:
         gone: highest attempt per request that ended, was aborted or was moved away; bounded, oldest first.
         gateways: when each gateway was last heard.
         admitted_through: by scheduler, the last dispatch number seen.
+        schedulers: when each scheduler was last heard.
+        starved: by run that its engine has no memory for, when to look at that again.
+        served: by tenant, tokens of the work started for it, by its weight; see `batch.fair_order`.
         asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
         work_changed: the set of running work changed since the last decision.
+        drained, leaving: the placement in force says so; this process has been told to stop.
         admit_due: something changed that may let a waiting request start.
         summary_due: something changed that the summary tells.
     """
@@ -149,7 +161,7 @@ class State:
     device: Device
     settings: LocalSettings
     started_ms: float
-    lut_for: Callable[[Device, ModelSpec], Lut]
+    shelf: Shelf
     ledger: Ledger
     outbox: Outbox
     clock_mhz: int
@@ -160,10 +172,14 @@ class State:
     gone: dict[str, int] = field(default_factory=dict)
     gateways: dict[str, float] = field(default_factory=dict)
     admitted_through: dict[str, int] = field(default_factory=dict)
+    schedulers: dict[str, float] = field(default_factory=dict)
+    starved: dict[str, float] = field(default_factory=dict)
+    served: dict[str, float] = field(default_factory=dict)
     luts: dict[str, Lut] = field(default_factory=dict)
     order_version: int = -1
     placement_version: int = -1
-    draining: bool = False
+    drained: bool = False
+    leaving: bool = False
     bus_lost: bool = False
     asked_mhz: int | None = None
     switched_ms: float = -math.inf
@@ -181,11 +197,16 @@ class State:
     admit_due: bool = False
     summary_due: bool = True
 
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new work."""
+        return self.drained or self.leaving
+
     def lut(self, spec: ModelSpec) -> Lut:
         """Return the look-up table of a model on this device, built once per specification."""
         found = self.luts.get(spec.name)
         if found is None or found.model != spec:
-            found = self.luts[spec.name] = self.lut_for(self.device, spec)
+            found = self.luts[spec.name] = self.shelf.get(self.device.name, spec)
         return found
 
     def changed(self) -> None:

@@ -1,10 +1,17 @@
 """What a GPU tells the others about itself (3.3): its summary, made from the state."""
 
+import math
+from collections import Counter
+from collections.abc import Collection
+
 from services.local_sched.ledger import staircase
 from services.local_sched.state import Engine, Stage, State, Work
 from shared.events import Action, Put, Send, SummaryChanged
-from shared.model import EngineSummary, GpuSummary, StairStep
+from shared.model import EngineSummary, GpuSummary, Prefills, StairStep
 from shared.subjects import gpu_key
+
+MOST_PREFILLS = 8
+"""Neighbouring prompts are told of together, so that a summary has no more entries per engine."""
 
 
 def publish(state: State, now_ms: float) -> list[Action]:
@@ -20,6 +27,7 @@ def publish(state: State, now_ms: float) -> list[Action]:
 
 def summarize(state: State, now_ms: float) -> GpuSummary:
     """Return the GPU's state as others may know it."""
+    elastic = [name for name, pool in state.ledger.pools.items() if not pool.pool_bytes]
     return GpuSummary(
         gpu=state.gpu,
         host=state.host,
@@ -32,7 +40,7 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
         total_bytes=state.device.total_bytes,
         free_bytes=max(0, state.ledger.free_bytes),
         engines=_engines(state, now_ms),
-        staircase=_staircase(state),
+        staircase=_staircase(state, elastic, max(0, state.ledger.free_bytes)),
         admitted_through=dict(state.admitted_through),
         power_w=state.power_w,
         energy_j=state.energy_j,
@@ -49,32 +57,51 @@ def _engines(state: State, now_ms: float) -> tuple[EngineSummary, ...]:
 
 def _engine(state: State, now_ms: float, engine: Engine, works: list[Work]) -> EngineSummary:
     model = engine.spec.name
+    free_kv_bytes = state.ledger.free_kv_bytes(model)
+    pool = state.ledger.pools.get(model)
+    waiting = Counter(work.request.tenant for work in works if work.stage is not Stage.RUNNING)
     return EngineSummary(
         model=model,
         state=engine.state,
         running=len(engine.running),
-        queued=sum(work.stage is not Stage.RUNNING for work in works),
+        queued=waiting.total(),
         context_tokens=sum(work.context_tokens for work in engine.running.values()),
-        free_kv_bytes=state.ledger.free_kv_bytes(model),
-        sm_share_pct=engine.plan.sm_share_pct if engine.plan else 0,
+        free_kv_bytes=free_kv_bytes,
+        sm_share_pct=engine.least_share_pct,
         idle_ms=0.0 if works or state.moves.expected(model) else now_ms - engine.used_ms,
         tightest_tbt_ms=min((work.request.objectives.tbt_ms for work in works), default=0.0),
         reason=engine.reason,
+        queued_of=dict(waiting),
+        prefills=_prefills(now_ms, works),
+        staircase=_staircase(state, [model], free_kv_bytes) if pool and pool.pool_bytes else (),
     )
 
 
-def _staircase(state: State) -> tuple[StairStep, ...]:
-    """Expect each running request to end after its remaining tokens, at its engine's present pace.
+def _prefills(now_ms: float, works: list[Work]) -> tuple[Prefills, ...]:
+    """Return what is to be prefilled here; neighbours are told of together, by the later of their times."""
+    left = sorted(
+        (work.due_ms - now_ms, work.prefill_tokens)
+        for work in works
+        if work.stage is not Stage.HELD and not work.decoding
+    )
+    size = math.ceil(len(left) / MOST_PREFILLS)
+    groups = (left[i : i + size] for i in range(0, len(left), size or 1))
+    return tuple(Prefills(group[-1][0], len(group), sum(tokens for _, tokens in group)) for group in groups)
 
-    An engine's SM share is free when its last request ends. Waiting requests take the memory that they want
-    before anyone who comes later.
+
+def _staircase(state: State, models: Collection[str], free_bytes: int) -> tuple[StairStep, ...]:
+    """Tell when the memory that these models share comes free, of which `free_bytes` are so now.
+
+    Each running request is expected to end after its remaining tokens, at its engine's present pace. An
+    engine's SM share, the least that it needs, is free when its last request ends. Waiting requests take the
+    memory that they want before anyone who comes later.
     """
     ends: list[tuple[float, int, int]] = []
     used_pct = 0
     for model, engine in state.engines.items():
         if not engine.running:
             continue
-        share_pct = engine.plan.sm_share_pct if engine.plan else 0
+        share_pct = engine.least_share_pct
         used_pct += share_pct
         pool = state.ledger.pools[model]
         mine = [
@@ -83,13 +110,22 @@ def _staircase(state: State) -> tuple[StairStep, ...]:
         ]
         mine.sort()
         last_ms, last_bytes, _ = mine[-1]
-        ends += [*mine[:-1], (last_ms, last_bytes, share_pct)]
-    margin = state.settings.margin
+        if model in models:
+            ends += [*mine[:-1], (last_ms, last_bytes, share_pct)]
+        else:
+            ends.append((last_ms, 0, share_pct))
     claimed = sum(
-        state.ledger.pools[w.request.model].bytes_for(w.wanted_tokens(margin)) for w in state.queue.values()
+        _claimed_bytes(state, work) for work in state.queue.values() if work.request.model in models
     )
-    free_bytes = max(0, state.ledger.free_bytes)
     return staircase(free_bytes, max(0, 100 - used_pct), ends, claimed)
+
+
+def _claimed_bytes(state: State, work: Work) -> int:
+    """Return the memory that a waiting request will take; one that was moved here holds some already."""
+    model = work.request.model
+    pool = state.ledger.pools[model]
+    held = pool.holders.get(work.request.request_id, 0) * pool.block_bytes
+    return max(0, pool.bytes_for(min(work.wanted_tokens, state.ledger.most_tokens(model))) - held)
 
 
 def _left_ms(engine: Engine, work: Work) -> float:

@@ -3,7 +3,7 @@
 import msgspec
 
 from services.local_sched.admission import enqueue, new_work
-from services.local_sched.ends import drop_move, forget, with_output
+from services.local_sched.ends import delta_of, drop_move, forget, with_output
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer, holder
 from services.local_sched.state import Stage, State, Work
 from shared.events import (
@@ -78,10 +78,10 @@ def adopt(state: State, now_ms: float, event: Adopt) -> list[Action]:
     if transfer.request is None:
         transfer.request, transfer.adopted_ms = request, now_ms
         transfer.predicted_output_tokens = event.predicted_output_tokens
-        transfer.source = event.source
+        transfer.source, transfer.energy_j = event.source, event.energy_j
         work = new_work(state, now_ms, request, event.predicted_output_tokens)
         # More than the context if there is room; it can start without.
-        state.ledger.reserve(request.model, holder(event.move_id), work.wanted_tokens(state.settings.margin))
+        state.ledger.reserve(request.model, holder(event.move_id), work.wanted_tokens)
     return [Send(to=event.migrator, message=Adopted(move_id=event.move_id))]
 
 
@@ -110,6 +110,7 @@ def release(state: State, now_ms: float, event: Release) -> list[Action]:
         move_id=event.move_id,
         request=_as_of(now_ms, work),
         predicted_output_tokens=work.predicted_output_tokens,
+        energy_j=work.energy_j,
     )
     return [Send(to=event.migrator, message=released)]
 
@@ -136,7 +137,9 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
         return []
     if transfer.side == SOURCE:
         del state.moves.transfers[event.move_id]
-        forget(state, now_ms, state.works[transfer.request_id])
+        work = state.works[transfer.request_id]
+        forget(state, now_ms, work)
+        state.outbox.drop(transfer.request_id, work.request.attempt)  # the destination sends it all again
         return [Count(name="moves", labels={"side": SOURCE})]
     request = transfer.request
     if request is None:
@@ -146,6 +149,7 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
         attempt=request.attempt,
         source=transfer.source,
         destination=state.gpu,
+        next_seq=len(request.output_tokens),
     )
     actions: list[Action] = [
         Send(to=transfer.migrator, message=Adopted(move_id=event.move_id, started=True)),
@@ -162,7 +166,17 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     state.ledger.rename(transfer.model, holder(event.move_id), request.request_id)
     state.gateways.setdefault(request.gateway, now_ms)
     state.gone.pop(request.request_id, None)
-    enqueue(state, new_work(state, now_ms, here, transfer.predicted_output_tokens))
+    work = new_work(state, now_ms, here, transfer.predicted_output_tokens)
+    if transfer.energy_j is None or work.energy_j is None:
+        work.energy_j = None  # a part of it is not known
+    else:
+        work.energy_j += transfer.energy_j
+    enqueue(state, work)
+    if request.output_tokens:  # the source forgets them, and the last may not have reached the gateway
+        so_far = msgspec.structs.replace(
+            delta_of(work, 0, request.output_tokens, None), moved_from=transfer.source
+        )
+        actions += state.outbox.send(now_ms, [(request.gateway, so_far)])
     return [*actions, Count(name="moves", labels={"side": DESTINATION})]
 
 

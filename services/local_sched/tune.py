@@ -10,12 +10,14 @@ more SMs are sometimes less energy. Energy decides.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shared.devices import Device
 from shared.lut import Lut
-from shared.silicon import Device, contention, idle_power_w
+from shared.silicon import contention, idle_power_w
 
 
 class Candidate(NamedTuple):
@@ -57,7 +59,10 @@ def choose(
     return best if may_switch and best.energy_j < here.energy_j * (1.0 - min_gain) else here
 
 
-def proportional(needs: Sequence[float], sizes_pct: Sequence[int], budget_pct: int = 100) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def proportional(
+    needs: tuple[float, ...], sizes_pct: tuple[int, ...], budget_pct: int = 100
+) -> tuple[int, ...]:
     """Return shares in proportion to `needs`, each one of the device's ascending sizes.
 
     They add up to at most `budget_pct`, except where even the smallest size for each is more than that.
@@ -157,8 +162,12 @@ def profile(device: Device, load: Load, clocks_mhz: Sequence[int]) -> Profile:
     )
 
 
-def scales(device: Device, shares_pct: Sequence[int]) -> tuple[float, float]:
-    """Return (bandwidth, compute) left to engines that run on these shares at one moment."""
+@lru_cache(maxsize=4096)
+def scales(device: Device, shares_pct: tuple[int, ...]) -> tuple[float, float]:
+    """Return (bandwidth, compute) left to engines that run on these shares at one moment.
+
+    Kept, as `proportional` is: the sweep asks at every clock for the same few shares.
+    """
     return contention(device, [share / 100 for share in shares_pct])
 
 
@@ -171,7 +180,7 @@ def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tup
     sizes = device.sm_sizes_pct
     index = [0] * len(profiles)
     while True:
-        bandwidth, compute = scales(device, [sizes[i] for i in index])
+        bandwidth, compute = scales(device, tuple(sizes[i] for i in index))
         short = [e for e, p in enumerate(profiles) if not p.meets(clock, index[e], bandwidth, compute)]
         stuck = {e for e in short if index[e] == len(sizes) - 1}
         if stuck or not short:
@@ -181,7 +190,7 @@ def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tup
 
 
 def energy_j(
-    device: Device, profiles: Sequence[Profile], clock: int, shares_pct: Sequence[int], static_w: float
+    device: Device, profiles: Sequence[Profile], clock: int, shares_pct: tuple[int, ...], static_w: float
 ) -> float:
     """Return the energy of all the work at a point.
 
@@ -205,7 +214,7 @@ def candidates(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence
     found = []
     for clock, sm_clock_mhz in enumerate(clocks_mhz):
         least = least_shares(device, profiles, clock)
-        shares = [share for share in least if share is not None]
+        shares = tuple(share for share in least if share is not None)
         if len(shares) < len(least):
             found.append(Candidate(sm_clock_mhz, least, math.inf))
             continue
@@ -243,7 +252,7 @@ def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[i
     for engine in profiles:
         alone = least_shares(device, [engine], clock)[0]
         needs.append(float(alone or device.sm_sizes_pct[-1]))
-    return Candidate(clocks_mhz[clock], proportional(needs, device.sm_sizes_pct), math.nan)
+    return Candidate(clocks_mhz[clock], proportional(tuple(needs), device.sm_sizes_pct), math.nan)
 
 
 def largest_chunk(

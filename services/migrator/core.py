@@ -44,6 +44,7 @@ class _Run:
     tries: int = 1
     request: Request | None = None
     predicted_output_tokens: int = 0
+    energy_j: float | None = 0.0
     moved: set[str] = field(default_factory=set)
 
     @property
@@ -160,6 +161,7 @@ class MigratorCore:
         if event.request.request_id in run.moved:
             return self._abort(now_ms, run, f"the source gave out {event.request.request_id} twice")
         run.request, run.predicted_output_tokens = event.request, event.predicted_output_tokens
+        run.energy_j = event.energy_j
         order = ev.Reserve(
             move_id=run.step_id,
             request_id=run.request.request_id,
@@ -179,6 +181,7 @@ class MigratorCore:
             predicted_output_tokens=run.predicted_output_tokens,
             migrator=self._id,
             source=run.move.source,
+            energy_j=run.energy_j,
         )
         return self._advance(now_ms, run, ADOPT, order)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from support import RunningPool, TraceCollector
+from support import RunningPool
+from trace_collector import TraceCollector
 
 from services.supervise import free_port, port_is_free
 

@@ -108,9 +108,9 @@ class Bench:
     def prefilled(self, request_id: str) -> int:
         return sum(output.prefilled_tokens for output in self.outputs if output.request_id == request_id)
 
-    def plan(self, *held: str, chunk_tokens: int = 8192) -> None:
+    def plan(self, *held: str, order: tuple[str, ...] = (), chunk_tokens: int = 8192) -> None:
         self.plan_id += 1
-        plan = Plan(plan_id=self.plan_id, held=frozenset(held), chunk_tokens=chunk_tokens)
+        plan = Plan(plan_id=self.plan_id, held=frozenset(held), order=order, chunk_tokens=chunk_tokens)
         self.engines.perform(SetPlan(model=MODEL_NAME, plan=plan))
 
     def run(
@@ -271,6 +271,33 @@ async def test_a_step_computes_no_more_prompt_than_the_plan_says(bench: Bench) -
     assert steps_with_prefill == -(-len(bench.prompt) // 5)
     bench.engines.perform(StopRequest(model=MODEL_NAME, request_id="decoding"))
     await bench.until_silent(0.5)
+
+
+async def test_prefills_take_turns_as_the_plan_says(bench: Bench, expected: list[int]) -> None:
+    bench.plan("first", "second", "third", order=("third", "second", "first"), chunk_tokens=5)
+    for request_id in ("first", "second", "third"):
+        bench.run(request_id, max_tokens=2)
+    bench.plan(order=("third", "second", "first"), chunk_tokens=5)
+    for request_id in ("third", "second", "first"):
+        await bench.until_end(request_id)
+    assert [o.request_id for o in bench.outputs if o.finish_reason][-3:] == ["third", "second", "first"]
+    assert {tuple(bench.tokens[i]) for i in ("first", "second", "third")} == {tuple(expected[:2])}
+
+
+async def test_one_that_is_more_urgent_overtakes_a_prompt_that_is_half_computed(
+    bench: Bench, expected: list[int]
+) -> None:
+    bench.plan(order=("urgent", "begun"), chunk_tokens=2)
+    bench.run("begun", max_tokens=2)
+    while not bench.prefilled("begun"):
+        await bench.next()
+    bench.run("urgent", max_tokens=1)
+    await bench.until_end("urgent")
+    assert "begun" not in bench.tokens or not bench.tokens["begun"]
+    assert bench.prefilled("begun") < len(bench.prompt)
+    await bench.until_end("begun")
+    assert bench.tokens["begun"] == expected[:2] and bench.tokens["urgent"] == expected[:1]
+    assert bench.prefilled("begun") == len(bench.prompt)
 
 
 async def test_says_what_vllm_refuses(bench: Bench) -> None:

@@ -101,11 +101,43 @@ async def test_what_is_put_is_found_again_by_a_restarted_service(shells, servers
             break
         await asyncio.sleep(0.01)
     late = Listener()
-    shell = await shells(GLOBAL, "late", late)
-    await shell.restore()
+    await shells(GLOBAL, "late", late)
     assert late.of(ev.PlacementChanged) == [ev.PlacementChanged(placement=placement)]
     writer.feed(ev.Tick())
     await store.close()
+
+
+async def test_what_comes_while_a_service_starts_is_heard_after_what_the_store_knows(
+    shells, servers: Servers
+) -> None:
+    known = Placement(version=7)
+    await shells(CONSOLIDATOR, "c", Listener(ev.Put(key=PLACEMENT_KEY, value=known)))
+    sender = Listener()
+    shell = await shells("gateway", "g", sender)
+    late = Listener()
+    starting = Shell(GLOBAL, "late", servers.settings)
+    await starting.open()
+    read, restore = asyncio.Event(), starting._restore
+
+    async def slow() -> None:
+        await read.wait()
+        await restore()
+
+    starting._restore = slow
+    task = asyncio.create_task(starting.start(late, {}))
+    await asyncio.sleep(0.1)
+    ended = ev.RequestEnded(
+        request_id="r", model="m", tenant="t", outcome="stop", input_tokens=1, output_tokens=1
+    )
+    sender.answers = [ev.Send(to="m", message=ended)]
+    shell.feed(ev.Tick())
+    await asyncio.sleep(0.2)
+    assert late.of(ev.RequestEnded) == []
+    read.set()
+    await task
+    heard = [type(event) for event in late.heard if not isinstance(event, ev.Tick)]
+    assert heard == [ev.PlacementChanged, ev.RequestEnded]
+    await starting.close()
 
 
 async def test_a_core_is_woken_when_it_asked_to_be(shells) -> None:

@@ -157,7 +157,7 @@ def test_the_choice_equals_exhaustive_search(cluster, input_tokens, waited_ms, t
     for index, (fields, in_flight) in enumerate(cluster):
         views.append(view.hear(0.0, summary(f"g{index}", **fields)))
         for _ in range(in_flight):
-            view.reserve(views[-1], Reservation(A.name, GIB // 8, 15.0, 0.0))
+            view.reserve(views[-1], Reservation(A.name, GIB // 8, 300, 15.0, 0.0))
     work = Work(A.name, input_tokens, 300, waited_ms, Objectives(ttft_ms=ttft_ms, tbt_ms=100.0))
     decision = decide(views, work, lut_of, 0.0, 0.02)
 
@@ -214,6 +214,7 @@ class Cluster:
             self.waiting.add((message.request_id, message.attempt))
         elif isinstance(message, ev.Rejected):
             self.waiting.discard((message.request_id, message.attempt))
+            self.newest.pop(message.request_id, None)  # answered and forgotten
 
     def pass_time(self, gap_ms):
         self.now_ms += gap_ms

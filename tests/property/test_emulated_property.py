@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.made_up import VocabSlice, answer
+from shared.devices import DEVICES
 from shared.engine import (
     EngineEnded,
     LoadEngine,
@@ -22,7 +23,6 @@ from shared.engine import (
 )
 from shared.events import Event
 from shared.model import ModelSpec, Objectives, Plan, Request
-from shared.silicon import DEVICES
 
 VOCAB = VocabSlice(tuple(range(100, 150)), eos_id=2)
 MODELS = tuple(

@@ -11,9 +11,9 @@ from services.local_sched.settings import LocalSettings
 from shared import engine as en
 from shared import events as ev
 from shared.catalog import emulated_models
+from shared.devices import DEVICES
 from shared.lut import build
 from shared.model import ModelSpec, Objectives, Request
-from shared.silicon import DEVICES
 
 H100 = DEVICES["h100-80gb"]
 MODELS = emulated_models(2)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from services.local_sched import tune
 from services.local_sched.tune import Candidate, Load
 from shared.catalog import emulated_models
+from shared.devices import DEVICES
 from shared.lut import build
-from shared.silicon import DEVICES
 
 H100 = DEVICES["h100-80gb"]
 LUTS = [build(H100, model) for model in emulated_models(3)]
@@ -83,7 +83,7 @@ def test_least_shares_are_the_smallest_that_meet_all_deadlines_together(both, cl
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=10))
 def test_proportional_shares_fit_and_leave_little(needs):
-    given_pct = tune.proportional(needs, SIZES)
+    given_pct = tune.proportional(tuple(needs), SIZES)
     assert all(share in SIZES for share in given_pct)
     assert sum(given_pct) <= max(100, 10 * len(needs))
     assert sum(given_pct) == 100

@@ -10,6 +10,7 @@ import pytest
 from services.local_sched.emulated import EmulatedGpu, offered_clock_mhz
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.made_up import Answer, VocabSlice, answer, output_length
+from shared.devices import DEVICES
 from shared.engine import (
     ClockApplied,
     EngineEnded,
@@ -28,7 +29,6 @@ from shared.errors import ConfigError
 from shared.events import Event
 from shared.model import ModelSpec, Objectives, Plan, Request
 from shared.silicon import (
-    DEVICES,
     capped_clock_mhz,
     contention,
     load_ms,
@@ -193,8 +193,10 @@ def test_two_engines_slow_each_other_down_while_they_overlap() -> None:
         read, done = (x + y for x, y in zip(rates(work_a, a_ms), rates(work_b, b_ms), strict=True))
         return a_ms, b_ms, read, done
 
-    _, _, read, done = together(1980)
-    clock_mhz = capped_clock_mhz(H100, 1980, 1.0, read, done)
+    clock_mhz = 1980
+    for _ in range(2):  # the second time at the rates of the clock that the first found
+        a_ms, b_ms, read, done = together(clock_mhz)
+        clock_mhz = capped_clock_mhz(H100, clock_mhz, 1.0, read, done)
     a_ms, b_ms, read, done = together(clock_mhz)
     assert a_ms > alone_a_ms
     b_end_ms = 10_013.0 + b_ms
@@ -259,6 +261,21 @@ def test_prompts_share_a_chunk_oldest_first_beside_decodes() -> None:
     whole = step_work(H100, spec(), decode_batch=0, decode_context_tokens=0, prefill_tokens=100)
     first = replace(whole, attn_flops=sum(part.attn_flops for part in parts))
     assert steps[0].duration_ms == pytest.approx(step_alone(H100, first, 1980, 1.0)[0], abs=1e-6)
+
+
+def test_prompts_take_turns_in_the_order_of_the_plan_and_others_come_after() -> None:
+    gpu = gpu_with(spec())
+    prompts = (request(name, prompt=n, max_tokens=1) for name, n in (("x", 150), ("y", 30), ("z", 50)))
+    give(gpu, 10_000.0, SetPlan(model="a", plan=Plan(plan_id=7, chunk_tokens=100)), *prompts)
+    gpu.advance(10_001.0)
+    order = Plan(plan_id=8, order=("z",), chunk_tokens=100)
+    give(gpu, 10_001.0, SetPlan(model="a", plan=order))
+    steps = [event for _, event in timed(gpu) if isinstance(event, StepDone)]
+    assert [{out.request_id: out.prefilled_tokens for out in step.outputs} for step in steps] == [
+        {"x": 100},
+        {"z": 50, "x": 50},  # what is half computed makes way, and y came after x
+        {"y": 30},
+    ]
 
 
 def test_energy_of_a_step_is_split_by_tokens_and_bytes() -> None:

@@ -284,8 +284,9 @@ class TestRepeats:
 
 class TestRefusals:
     def refuse(self, made, gpu, now_ms=1.0, reason="queue full"):
-        full = reason == "queue full"
-        return made.step(now_ms, ev.Refused(request_id="r1", attempt=1, gpu=gpu, reason=reason, full=full))
+        full, never = reason == "queue full", reason == "too long"
+        refused = ev.Refused(request_id="r1", attempt=1, gpu=gpu, reason=reason, full=full, never=never)
+        return made.step(now_ms, refused)
 
     def test_the_next_gpu_each_time_then_429(self):
         made = core("g1", "g2", "g3")
@@ -310,11 +311,51 @@ class TestRefusals:
         assert [type(m) for _, m in sends(actions)] == [ev.ScaleOut, ev.Deferred]
         assert sends(made.step(2.0, summary("g2")), ev.Submit)[0][0] == "g2"
 
-    def test_a_new_summary_gives_the_refusing_gpu_another_chance(self):
+    def test_a_refusing_gpu_gets_another_chance_once_a_second(self):
         made = core("g1")
         place(made)
-        self.refuse(made, "g1", reason="draining")
-        assert only(made.step(500.0, summary("g1", 2)), ev.Submit)[0] == "g1"
+        self.refuse(made, "g1", 1.0, reason="draining")
+        assert sends(made.step(500.0, summary("g1", 2))) == []
+        assert only(made.step(1001.0, summary("g1", 3)), ev.Submit)[0] == "g1"
+        self.refuse(made, "g1", 1002.0, reason="draining")
+        submits = [sends(made.step(1002.0 + 20 * i, summary("g1", 4 + i)), ev.Submit) for i in range(50)]
+        assert submits == [[]] * 50
+
+    def test_what_fits_nowhere_is_answered_at_once(self):
+        made = core("g1", "g2")
+        first = only(place(made), ev.Submit)[0]
+        second = only(self.refuse(made, first, reason="too long"), ev.Submit)[0]
+        assert second != first
+        _, rejected = only(self.refuse(made, second, reason="too long"), ev.Rejected)
+        assert (rejected.status, rejected.code) == (400, "context_length_exceeded")
+        assert "too long" in rejected.message and rejected.retry_after_s is None
+
+    def test_what_does_not_fit_on_one_gpu_may_fit_on_another(self):
+        made = core("g1", "g2")
+        first = only(place(made), ev.Submit)[0]
+        second = only(self.refuse(made, first, reason="too long"), ev.Submit)[0]
+        assert ev.Deferred in [type(m) for _, m in sends(self.refuse(made, second, reason="unloading"))]
+        # The one that has no room is asked again only when it has, or has another engine.
+        assert sends(made.step(1100.0, summary(first, 2, free=1000))) == []
+        assert only(made.step(1200.0, summary(second, 2)), ev.Submit)[0] == second
+
+    @pytest.mark.parametrize("changed", [{"started_ms": 900.0}, {"free": 30 * GIB}, {}])
+    def test_a_gpu_without_room_is_tried_again_when_it_has_changed(self, changed):
+        made = core()
+        made.step(0.0, summary("g1", free=1000))
+        made.step(0.0, summary("g2", engines=(EngineSummary(model=A.name, state="loading"),)))
+        assert only(place(made), ev.Submit)[0] == "g1"
+        other = core()
+        for each in (made, other):
+            each.step(0.5, summary("g1", 2, free=1000))
+        # A refusal for good, while another GPU has refused for now, leaves the attempt waiting.
+        made.step(0.6, summary("g2", 2))
+        self.refuse(made, "g1", 1.0, reason="too long")
+        self.refuse(made, "g2", 2.0, reason="unloading")
+        gone = (EngineSummary(model=A.name, state="unloading"),)
+        made.step(3.0, summary("g2", 3, engines=gone))
+        placed = sends(made.step(1500.0, summary("g1", 9, **({"free": 1000} | changed))), ev.Submit)
+        assert [to for to, _ in placed] == (["g1"] if changed else [])
 
     def test_refused_again_and_again_it_ends_with_503(self):
         made = core("g1", model_wait_ms=2000.0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.global_sched.dispatch import (
+    IN_CHUNKS,
     Candidate,
     Decision,
     Work,
@@ -18,7 +19,7 @@ from services.global_sched.dispatch import (
 )
 from services.global_sched.view import ClusterView, Reservation, lut_for
 from shared.catalog import emulated_models
-from shared.model import EngineSummary, GpuSummary, Objectives, StairStep
+from shared.model import EngineSummary, GpuSummary, Objectives, Prefills, StairStep
 from shared.silicon import contention
 
 SLO = Objectives(ttft_ms=200.0, tbt_ms=100.0)
@@ -162,25 +163,63 @@ class TestEstimate:
         own = engine(A.name, free_kv_bytes=2 * need)
         cluster, view = view_of(own, staircase=stairs, free_bytes=2 * need)
         alone = estimate(view, WORK, lut_of, 0.0)
-        cluster.reserve(view, Reservation(A.name, need, 25.0, 0.0))
+        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
         second = estimate(view, WORK, lut_of, 0.0)
-        assert second.ttft_ms == pytest.approx(alone.ttft_ms + 25.0)
+        before_ms = IN_CHUNKS * lut_for("h100-80gb", A).ttft_ms(1155, 100, 500)
+        assert second.ttft_ms == pytest.approx(alone.ttft_ms + before_ms)
         assert second.tbt_ms > alone.tbt_ms
         assert second.free_bytes == need
-        cluster.reserve(view, Reservation(A.name, need, 25.0, 0.0))
+        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
         assert math.isinf(estimate(view, WORK, lut_of, 0.0).ttft_ms)
 
     def test_an_engine_with_its_own_pool_has_its_own_room(self):
         need = lut_for("h100-80gb", A).request_bytes(700)
         full = (StairStep(after_ms=0.0, free_bytes=0, free_sm_share_pct=100),)
-        _, view = view_of(engine(A.name, free_kv_bytes=need), staircase=full, free_bytes=0)
+        roomy = (StairStep(after_ms=0.0, free_bytes=need, free_sm_share_pct=100),)
+        later = (*full, StairStep(after_ms=50.0, free_bytes=need, free_sm_share_pct=40))
+        _, view = view_of(engine(A.name, staircase=roomy), staircase=full, free_bytes=0)
         assert view.available(A.name, need, 0.0) == (0.0, 100)
-        stairs = (*full, StairStep(after_ms=50.0, free_bytes=need, free_sm_share_pct=100))
-        _, view = view_of(engine(A.name, free_kv_bytes=0), staircase=stairs, free_bytes=0)
-        assert view.available(A.name, need, 0.0) == (50.0, 100)
-        idle = (StairStep(after_ms=0.0, free_bytes=20 * GIB, free_sm_share_pct=100),)
-        _, view = view_of(engine(A.name, free_kv_bytes=need - 1), staircase=idle)
+        cluster, view = view_of(engine(A.name, staircase=later), engine(B.name), staircase=roomy)
+        assert view.available(A.name, need, 0.0) == (50.0, 40)
+        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
         assert view.available(A.name, need, 0.0)[0] == math.inf
+        assert view.available(B.name, need, 0.0) == (0.0, 100)  # of other memory than what A's pool reserves
+        cluster.reserve(view, Reservation(B.name, need, 500, 300.0, 0.0))
+        assert view.available(B.name, need, 0.0)[0] == math.inf
+
+    def test_what_is_due_before_it_is_prefilled_before_it(self):
+        lut = lut_for("h100-80gb", A)
+        alone_ms, each_ms = lut.ttft_ms(1155, 100, 500), IN_CHUNKS * lut.ttft_ms(1155, 100, 2000)
+        waiting = (Prefills(-5.0, 1, 2000), Prefills(300.0, 2, 4000), Prefills(2000.0, 3, 6000))
+        _, view = view_of(engine(A.name, running=6, prefills=waiting))
+        assert estimate(view, WORK, lut_of, 0.0).ttft_ms == pytest.approx(7.0 + 2 * each_ms + alone_ms)
+        # The summary is 20 ms old: so much has been computed since.
+        aged = estimate(view, WORK, lut_of, 20.0)
+        assert aged.ttft_ms == pytest.approx(7.0 + 2 * each_ms - 20.0 + alone_ms)
+        long = replace(WORK, objectives=Objectives(ttft_ms=2100.0, tbt_ms=100.0))
+        assert estimate(view, long, lut_of, 0.0).ttft_ms == pytest.approx(7.0 + 5 * each_ms + alone_ms)
+        late = replace(WORK, waited_ms=1000.0)
+        assert estimate(view, late, lut_of, 0.0).ttft_ms == pytest.approx(1000.0 + 6 * each_ms + alone_ms)
+
+    def test_a_backlog_that_leaves_no_time_makes_a_gpu_infeasible(self):
+        each_ms = lut_for("h100-80gb", A).ttft_ms(1155, 100, 8000)
+        long = replace(WORK, input_tokens=8000, objectives=Objectives(ttft_ms=2000.0, tbt_ms=100.0))
+        fit = int((2000.0 - 7.0 - each_ms) / (IN_CHUNKS * each_ms))
+        for count, feasible in ((fit, True), (fit + 1, False)):
+            _, view = view_of(engine(A.name, prefills=(Prefills(1900.0, count, count * 8000),)))
+            assert (estimate(view, long, lut_of, 0.0).ttft_ms <= 2000.0) == feasible
+
+    def test_it_makes_nobody_late_who_would_be_in_time(self):
+        alone_ms = lut_for("h100-80gb", A).ttft_ms(1155, 100, 500)
+        after_ms = IN_CHUNKS * lut_for("h100-80gb", A).ttft_ms(1155, 100, 8000)
+        for due_ms, keeps in (
+            (alone_ms + after_ms + 1.0, True),  # both in time
+            (alone_ms + after_ms - 1.0, False),
+            (after_ms - 1.0, True),  # late in any case
+        ):
+            _, view = view_of(engine(A.name, prefills=(Prefills(due_ms, 1, 8000),)))
+            hurried = replace(WORK, objectives=Objectives(ttft_ms=7.0 + after_ms - 2.0, tbt_ms=100.0))
+            assert estimate(view, hurried, lut_of, 0.0).keeps_others == keeps
 
     def test_running_neighbours_slow_it_and_are_kept_within_their_objective(self):
         running = engine(B.name, running=4, context_tokens=4000, sm_share_pct=50, tightest_tbt_ms=100.0)

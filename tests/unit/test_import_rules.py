@@ -16,12 +16,18 @@ SHELL_FILES = {
     "shared/clock.py",
     "shared/config.py",
     "shared/metrics.py",
+    "shared/recording.py",
     "shared/runtime.py",
     "shared/standin/__init__.py",
     "shared/store.py",
     "shared/tracing.py",
     "services/cli.py",
+    "services/lut_cli.py",
+    "services/lut_plot.py",
     "services/pool.py",
+    "services/profile_cli.py",
+    "services/profile_target.py",
+    "services/tables.py",
     "services/supervise.py",
     "services/up.py",
     *(f"services/{name}/main.py" for name in SERVICES),
@@ -29,13 +35,27 @@ SHELL_FILES = {
     "services/gateway/api.py",
     "services/gateway/auth.py",
     "services/gateway/completions.py",
+    "services/gateway/quota.py",
     "services/gateway/service.py",
     "services/gateway/streams.py",
     "services/gateway/tokenizers.py",
     "services/gateway/web.py",
     "services/local_sched/engine_emulated.py",
     "services/local_sched/engine_vllm.py",
+    "services/local_sched/profile.py",
+    "services/local_sched/profile_aic.py",
+    "services/local_sched/profile_journal.py",
+    "services/local_sched/profile_kernels.py",
+    "services/local_sched/profile_lab.py",
+    "services/local_sched/profile_nvml.py",
     "services/local_sched/vllm_env.py",
+    "sim/cli.py",
+    "sim/figures.py",
+    "sim/live_check.py",
+    "sim/replay.py",
+    "sim/soak.py",
+    "sim/tables.py",
+    "sim/traces.py",
 }
 # runs inside the engine's own process, beside vLLM
 SHELL_FOLDER = "services/local_sched/vllm_ext/"
@@ -60,7 +80,7 @@ EXTRA = {"services/gateway/text.py": {"tokenizers"}}
 
 
 def sources() -> list[Path]:
-    return sorted(p for top in ("shared", "services") for p in (ROOT / top).rglob("*.py"))
+    return sorted(p for top in ("shared", "services", "sim") for p in (ROOT / top).rglob("*.py"))
 
 
 def pure_sources() -> list[Path]:
@@ -97,7 +117,7 @@ def test_pure_files_import_only_what_cannot_do_io(path: Path) -> None:
     allowed = PURE_STDLIB | PURE_LIBRARIES | EXTRA.get(name_of(path), set())
     for module in imports_of(path):
         top = module.split(".")[0]
-        if top in ("shared", "services"):
+        if top in ("shared", "services", "sim"):
             target = module_file(module)
             assert target not in SHELL_FILES, f"{name_of(path)} is pure and imports {target}"
         else:
@@ -137,6 +157,12 @@ def test_engine_and_web_libraries_stay_where_they_belong() -> None:
                 ours = module_file(module)
                 inside = ours is None or ours.startswith(("shared/", SHELL_FOLDER))
                 assert inside or ours in {"services/__init__.py", "services/local_sched/__init__.py"}, where
+
+
+def test_only_the_command_line_imports_the_simulator() -> None:
+    for path in sources():
+        if not name_of(path).startswith("sim/") and name_of(path) != "services/cli.py":
+            assert not any(m == "sim" or m.startswith("sim.") for m in imports_of(path)), name_of(path)
 
 
 def test_shared_imports_no_service() -> None:

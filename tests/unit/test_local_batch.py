@@ -23,13 +23,13 @@ def test_fig_8_step_1_sorts_by_score():
 
 
 def test_fig_8_step_2_bypasses_p1_for_p3():
-    batch, bypassed = fill(FIG_8, free_bytes=10_000, free_sm_share_pct=100)
+    batch, bypassed = fill(order(FIG_8), free_bytes=10_000, free_sm_share_pct=100)
     assert keys(batch) == ["D1", "D3", "D2", "P3"]
     assert keys(bypassed) == ["P1", "P2"]
 
 
 def test_memory_bypasses_as_well():
-    batch, bypassed = fill(FIG_8, free_bytes=1_600, free_sm_share_pct=1_000)
+    batch, bypassed = fill(order(FIG_8), free_bytes=1_600, free_sm_share_pct=1_000)
     assert keys(batch) == ["D1", "D3", "D2"]  # 1,550 of 1,600
     assert keys(bypassed) == ["P1", "P3", "P2"]
 

@@ -104,14 +104,33 @@ def test_refusals_say_why_and_are_counted():
     bench = Bench(models=[MODEL], max_queue=1)
     assert "not loaded" in refusal(bench, request(model="nowhere"))
     assert "no room in the context" in refusal(bench, request(prompt=MODEL.context_tokens))
-    huge = int(H100.total_bytes / MODEL.kv_bytes_per_token)
-    assert "at most" in refusal(bench, request(max_tokens=huge), predicted=huge)
     bench.do(ev.Load(model=OTHER, placement_version=1))
     bench.submit(request("waits", model=OTHER.name))
     assert "queue of gpu0 is full" in refusal(bench, request("next", model=OTHER.name))
     bench.do(en.EngineEnded(model=OTHER.name, reason="broken"))
     assert "broken" in refusal(bench, request("later", model=OTHER.name))
-    assert bench.summary().admitted_through == {"s1": 6}
+    assert bench.summary().admitted_through == {"s1": 5}
+
+
+def test_what_never_fits_is_refused_for_good():
+    bench = tight_bench(160)
+    for prompt, never in ((159, False), (160, True), (MODEL.context_tokens, True)):
+        done = bench.submit(request(f"r{prompt}", prompt=prompt, max_tokens=500), predicted=500)
+        refused = sent(done, ev.Refused)
+        assert [r.never for r in refused] == ([True] if never else [])
+        assert not any(r.full for r in refused)
+        bench.do(ev.Abort(request_id=f"r{prompt}", attempt=1, reason="x"))
+    assert not sent(bench.submit(request("r1", model="nowhere")), ev.Refused)[0].never
+
+
+def test_schedulers_that_are_gone_are_dropped_from_the_summary():
+    bench = Bench(models=[MODEL])
+    bench.submit(request("r1"), scheduler="old")
+    bench.wait(200_000.0)
+    bench.submit(request("r2"), scheduler="new")
+    assert bench.summary().admitted_through == {"old": 1, "new": 2}
+    bench.wait(100_000.0)
+    assert bench.summary().admitted_through == {"new": 2}
 
 
 def test_a_drained_gpu_takes_no_new_work_and_ends_what_it_has():
@@ -270,15 +289,39 @@ def test_a_request_that_outgrows_its_memory_evicts_the_one_cheapest_to_compute_a
     assert deltas(bench.token("short"))[0].first_seq == len(run.request.output_tokens)
 
 
-def test_a_request_alone_that_outgrows_the_device_ends_with_an_error():
+def test_a_request_alone_that_outgrows_the_device_has_reached_its_length():
     bench = tight_bench(16 * 8)
     bench.submit(request("r1", prompt=100, max_tokens=500), predicted=1)
     done = []
     for _ in range(40):
         done += bench.token("r1")
     (end,) = [delta.end for delta in deltas(done) if delta.end]
-    assert end.finish_reason == "error" and "out of memory" in end.error
+    assert end.finish_reason == "length" and end.error == ""
+    tokens = [delta for delta in deltas(done) if delta.token_ids]
+    assert [delta.first_seq for delta in deltas(done)] == [*range(len(tokens)), len(tokens)]
+    assert 100 + len(tokens) == 16 * 8 + 1  # the last one's own KV has no room
+    assert names(done, en.StopRequest) == ["r1"]
     assert bench.state.works == {}
+
+
+def test_the_end_by_want_of_memory_comes_after_the_token_it_came_with_also_when_sent_again():
+    bench = tight_bench(112)
+    bench.submit(request("r1", prompt=111, max_tokens=500), predicted=1)
+    bench.token("r1")
+    done = bench.token("r1")
+    assert [(d.first_seq, d.token_ids, d.end is not None) for d in deltas(done)] == [
+        (1, (7,), False),
+        (2, (), True),
+    ]
+    bench.do(ev.BusLost())
+    (again,) = deltas(bench.do(ev.BusRestored()))
+    assert (again.first_seq, again.token_ids, again.end.finish_reason) == (0, (7, 7), "length")
+
+
+def test_memory_is_reserved_for_what_is_predicted_and_no_more():
+    bench = Bench(models=[MODEL])
+    bench.submit(request("r1", prompt=160, max_tokens=4000), predicted=448)  # 38 blocks of 16
+    assert bench.state.ledger.held_tokens(MODEL.name, "r1") == 160 + 448
 
 
 def test_the_device_is_right_when_it_says_it_has_no_memory():
@@ -292,6 +335,42 @@ def test_the_device_is_right_when_it_says_it_has_no_memory():
         en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r1"]), 5.0
     )  # the eviction is still on its way
     assert len(of(bench.actions, en.StopRequest)) == 1
+
+
+def starved_bench():
+    bench = Bench(models=[MODEL])
+    for request_id, prompt in (("r1", 300), ("r2", 200), ("r3", 50), ("r4", 100)):
+        bench.submit(request(request_id, prompt=prompt))
+    bench.do(en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r1"]))
+    assert names(bench.actions, en.StopRequest) == ["r3"]
+    return bench
+
+
+def test_a_report_within_the_grace_of_an_eviction_is_looked_at_after_it():
+    bench = starved_bench()
+    bench.do(en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r2"]), 5.0)
+    bench.wait(14.0)
+    assert names(bench.actions, en.StopRequest) == ["r3"]
+    bench.wait(2.0)
+    # r3 has come back meanwhile, for the ledger has room; the one that costs least has to go again.
+    assert len(of(bench.actions, en.StopRequest)) == 2
+
+
+def test_one_that_has_run_meanwhile_is_starved_no_more():
+    bench = starved_bench()
+    bench.do(en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r2"]), 5.0)
+    bench.token("r1", "r2")
+    bench.wait(1_000.0)
+    assert names(bench.actions, en.StopRequest) == ["r3"]
+    assert bench.state.starved == {}
+
+
+def test_one_that_still_has_no_memory_long_after_an_eviction_causes_another():
+    bench = starved_bench()
+    bench.wait(190.0)
+    assert names(bench.actions, en.StopRequest) == ["r3"]
+    bench.wait(20.0)
+    assert len(of(bench.actions, en.StopRequest)) == 2
 
 
 # ---- summaries, plans
@@ -358,3 +437,29 @@ def test_prefills_that_no_clock_can_save_are_held_behind_the_more_urgent():
     plan = of(bench.actions, en.SetPlan)[-1].plan
     assert plan.held and len(plan.held) < 40
     assert bench.state.asked_mhz == H100.f_max_mhz
+
+
+def test_one_that_leaves_takes_nothing_new_lets_what_runs_end_and_gives_the_rest_back():
+    bench = Bench(models=[MODEL])
+    bench.submit(request("r1"))
+    bench.submit(request("r2"))
+    bench.do(ev.Leaving())
+    assert bench.summary().state == "draining"
+    (refused,) = sent(bench.submit(request("r3")), ev.Refused)
+    assert "draining" in refused.reason
+    bench.token("r1", finish="stop")
+    assert list(bench.state.works) == ["r2"] and not bench.core.idle
+    (given_back,) = deltas(bench.do(ev.Leaving(at_once=True)))
+    assert given_back.end.finish_reason == "error" and "stopped" in given_back.end.error
+    assert bench.state.works == {} and not bench.core.idle
+    bench.do(
+        ev.Ack(gateway="g1", acks=(ev.AckedThrough("r1", 1, 1, True), ev.AckedThrough("r2", 1, 0, True)))
+    )
+    assert bench.core.idle
+
+
+def test_an_order_older_than_the_placement_in_force_is_dropped():
+    bench = Bench()
+    bench.do(ev.PlacementChanged(placement=Placement(version=9)))
+    assert of(bench.do(ev.Load(model=MODEL, placement_version=8)), en.LoadEngine) == []
+    assert len(of(bench.do(ev.Load(model=MODEL, placement_version=9)), en.LoadEngine)) == 1

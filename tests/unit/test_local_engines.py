@@ -5,7 +5,7 @@ from local_bench import MODEL, OTHER, Bench, deltas, of, request, sent
 from shared import engine as en
 from shared import events as ev
 from shared.catalog import emulated_models
-from shared.silicon import DEVICES
+from shared.devices import DEVICES
 
 
 def load(model=MODEL, version=1):

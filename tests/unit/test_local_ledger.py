@@ -57,6 +57,15 @@ def test_a_fixed_pool_is_its_own_domain():
     assert ledger.domain("a") == ["a"] and ledger.domain("b") == ["b"]
 
 
+def test_an_engine_with_other_blocks_keeps_what_was_promised_before_it_was_ready():
+    ledger = Ledger(10_000)
+    assert ledger.open(spec("a", 1_000), 2_000, 16)
+    assert ledger.reserve("a", "move:1", 40)  # three blocks of 16
+    ledger.resize("a", 1_920, 32)
+    assert ledger.held_tokens("a", "move:1") == 64
+    assert ledger.free_kv_bytes("a") == 1_920 - 640
+
+
 def test_a_move_hands_its_promise_to_the_request():
     ledger = Ledger(1_000)
     ledger.open(spec("a", 0), 0, 16)

@@ -1,7 +1,9 @@
 """The local scheduler's core: both sides of a request's move."""
 
-from local_bench import MODEL, Bench, of, request, sent
+import msgspec
+from local_bench import MODEL, Bench, deltas, of, request, sent, wire
 
+from services.local_sched.outbox import Outbox
 from shared import engine as en
 from shared import events as ev
 
@@ -66,6 +68,33 @@ def test_destination_reserves_adopts_and_starts():
     assert list(bench.state.works) == ["r1"] and list(holders(bench)) == ["r1"]
     bench.token("r1", finish="stop")
     assert holders(bench) == {}
+
+
+def test_destination_tells_the_gateway_all_that_the_source_had_made():
+    bench = Bench(models=[MODEL])
+    bench.do(adopt(request(output_tokens=(1, 2, 3))))
+    done = bench.do(COMMIT)
+    assert sent(done, ev.Moved)[0].next_seq == 3
+    (so_far,) = deltas(done)
+    assert (so_far.first_seq, so_far.token_ids, so_far.moved_from) == (0, (1, 2, 3), "gpu9")
+    assert deltas(bench.do(COMMIT)) == []  # the outbox sends it again until it is acknowledged
+    (fresh,) = deltas(bench.token("r1"))
+    assert (fresh.first_seq, fresh.moved_from) == (3, "gpu9")
+    (again,) = deltas(bench.do(ev.BusRestored()))
+    assert (again.first_seq, again.token_ids, again.moved_from) == (0, (1, 2, 3, 7), "gpu9")
+    bench.do(ev.Ack(gateway="g1", acks=(ev.AckedThrough("r1", 1, 4, False),)))
+    (fresh,) = deltas(bench.token("r1"))
+    assert (fresh.first_seq, fresh.moved_from) == (4, "")
+
+
+def test_what_is_sent_again_after_a_long_cut_comes_in_messages_that_the_bus_takes():
+    outbox = Outbox("gpu0", 100)
+    for number in range(5):
+        tokens = tuple(range(200_000, 260_000))
+        outbox.send(0.0, [("g1", ev.TokenDelta(f"r{number}", 1, 0, tokens))])
+    again = outbox.resend(1.0)
+    assert [delta.request_id for delta in deltas(again)] == [f"r{number}" for number in range(5)]
+    assert max(len(payload) for payload in wire(again)) < 1 << 20
 
 
 def test_destination_says_why_it_grants_nothing():
@@ -155,6 +184,30 @@ def test_a_request_moves_from_one_core_to_another_and_back():
     here.do(reserve(100, "m2"))
     here.do(adopt(released.request, "m2"))
     assert of(here.do(ev.CommitMove(move_id="m2")), en.RunRequest)
+
+
+def test_the_energy_of_a_request_goes_with_it():
+    here, there = Bench(models=[MODEL]), Bench(models=[MODEL])
+    for request_id, prompt in (("r1", 50), ("r2", 100)):
+        here.submit(request(request_id, prompt=prompt))
+    here.token("r1", "r2", energy_j=1.5)
+    ledger = here.state.ledger
+    ledger.capacity_bytes -= ledger.free_bytes + 16 * MODEL.kv_bytes_per_token  # it is not to come back
+    here.do(en.OutOfMemory(model=MODEL.name, request_id=here.runs["r2"]))
+    (released,) = sent(here.do(release()), ev.Released)
+    assert released.energy_j == 1.5
+    there.do(msgspec.structs.replace(adopt(released.request), energy_j=released.energy_j))
+    there.do(COMMIT)
+    (end,) = [delta.end for delta in deltas(there.token("r1", finish="stop", energy_j=0.25)) if delta.end]
+    assert end.energy_j == 1.75
+
+
+def test_energy_that_was_not_metered_elsewhere_stays_unknown():
+    bench = Bench(models=[MODEL])
+    bench.do(msgspec.structs.replace(adopt(), energy_j=None))
+    bench.do(COMMIT)
+    (end,) = [delta.end for delta in deltas(bench.token("r1", finish="stop")) if delta.end]
+    assert end.energy_j is None
 
 
 def test_a_higher_attempt_ends_a_move():

@@ -7,8 +7,8 @@ import pytest
 from services.local_sched import tune
 from services.local_sched.tune import Candidate, Load, choose, proportional
 from shared.catalog import emulated_models
+from shared.devices import DEVICES
 from shared.lut import build
-from shared.silicon import DEVICES
 
 H100 = DEVICES["h100-80gb"]
 MODEL = emulated_models(1)[0]

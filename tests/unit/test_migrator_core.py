@@ -47,7 +47,10 @@ def ended(actions: list[ev.Action]) -> list[tuple[str, str, str]]:
 def until(migrator: MigratorCore, stage: str, step_id: str = "mv", **fields: Any) -> list[ev.Action]:
     """Answer each step until `stage` is the one that awaits its answer; return the last actions."""
     answers = [
-        ("release", ev.Released(move_id=step_id, request=request(**fields), predicted_output_tokens=7)),
+        (
+            "release",
+            ev.Released(move_id=step_id, request=request(**fields), predicted_output_tokens=7, energy_j=3.5),
+        ),
         ("reserve", ev.Granted(move_id=step_id, credit_bytes=100)),
         ("adopt", ev.Adopted(move_id=step_id)),
     ]
@@ -71,6 +74,7 @@ def test_a_move_goes_through_every_step_and_the_destination_commits_first() -> N
         predicted_output_tokens=7,
         migrator="host",
         source="src",
+        energy_j=3.5,
     )
     assert sent(migrator.step(2, ev.Granted(move_id="mv", credit_bytes=100))) == [("dst", adopt)]
     commit = ev.CommitMove(move_id="mv")

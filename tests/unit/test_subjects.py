@@ -3,7 +3,7 @@
 import pytest
 
 from shared import events as ev
-from shared.subjects import ROUTES, SERVICES, Reads, subject_of, subscriptions
+from shared.subjects import COMMAND_LINE, ROUTES, SERVICES, Reads, subject_of, subscriptions
 
 
 def message_types() -> list[type[ev.Message]]:
@@ -27,7 +27,7 @@ def test_subjects_follow_the_convention(message_type: type[ev.Message]) -> None:
 @pytest.mark.parametrize("message_type", message_types())
 def test_writers_and_readers_are_services(message_type: type[ev.Message]) -> None:
     route = ROUTES[message_type]
-    assert route.writer in SERVICES
+    assert route.writer in (*SERVICES, COMMAND_LINE)
     assert set(route.readers) and set(route.readers) <= set(SERVICES)
 
 

@@ -4,6 +4,8 @@ Holding a request keeps its KV; what it goes on to write is what it would have w
 hooks used here are private to vLLM, so exactly one version of it is accepted.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import vllm
@@ -36,7 +38,7 @@ def external_id(request_id: str) -> str:
 
 
 class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be type-checked against
-    """First come, first served among the requests that the plan does not hold; decodes before prefills.
+    """Runs the requests that the plan does not hold: decodes, then prefills in the order of the plan.
 
     After each `schedule`, `prefilled` says how many prompt tokens the step computes for each request in it
     (0 for a decode), and `starved` which requests vLLM has taken out of the batch for want of KV blocks.
@@ -45,6 +47,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plan = Plan(plan_id=0)
+        self._made_way: set[str] = set()
         self.prefilled: dict[str, int] = {}
         self.starved: tuple[str, ...] = ()
 
@@ -58,11 +61,19 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step under the plan."""
-        self.running.sort(key=_prefilling)  # decodes come first, and leave the prefills just their chunk
+        turns = {request_id: turn for turn, request_id in enumerate(self.plan.order)}
+        self.running.sort(
+            key=lambda request: _turn(request, turns)
+        )  # decodes leave prefills just their chunk
+        in_turn = sorted(self.waiting, key=lambda request: _turn(request, turns))
+        self.waiting.clear()
+        self.waiting.extend(in_turn)
+        way_for = self._next_to_make_way_for(in_turn, turns)
         decodes = 0
         for request in self.running:
             held = external_id(request.request_id) in self.plan.held
-            request.next_decode_eligible_step = NEVER if held else 0
+            waits = held or _turn(request, turns) > way_for
+            request.next_decode_eligible_step = NEVER if waits else 0
             decodes += not held and not _prefilling(request)
         self.max_num_scheduled_tokens = min(
             self.plan.chunk_tokens + decodes, self.scheduler_config.max_num_batched_tokens
@@ -75,6 +86,23 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         self.starved = tuple(sorted(external_id(request_id) for request_id in output.preempted_req_ids or ()))
         return output
 
+    def _next_to_make_way_for(self, waiting: list[Request], turns: Mapping[str, int]) -> float:
+        """Return the turn of the next waiting request that may start; infinite if there is none.
+
+        vLLM goes on with the prompts that it has begun before it starts another. So those whose turn comes
+        later pause for a step. Way is made for a request once: if there is no memory to start it, nor would
+        there be in the next step.
+        """
+        self._made_way &= {request.request_id for request in waiting}
+        if len(self.running) >= self.max_num_active_reqs:
+            return math.inf
+        for request in waiting:
+            held = external_id(request.request_id) in self.plan.held
+            if not held and request.request_id not in self._made_way:
+                self._made_way.add(request.request_id)
+                return _turn(request, turns)
+        return math.inf
+
     def _prompt_tokens_in_step(self, request_id: str, scheduled_tokens: int) -> int:
         request = self.requests[request_id]
         computed: int = request.num_computed_tokens  # schedule() has counted this step's already
@@ -86,6 +114,13 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         if external_id(request.request_id) in self.plan.held:
             return False
         return bool(super()._handle_blocked_waiting_request(request))
+
+
+def _turn(request: Request, turns: Mapping[str, int]) -> int:
+    """Return when a request comes: decodes, and what had to leave for want of memory, before all prefills."""
+    if request.num_preemptions or not _prefilling(request):
+        return -1
+    return turns.get(external_id(request.request_id), len(turns))
 
 
 def _prefilling(request: Request) -> bool:

@@ -1,0 +1,53 @@
+"""How much faster than real time the simulator is: 8 GPUs, 24 models, 48 requests/s (Aegaeon-style)."""
+
+import time
+
+from shared.catalog import emulated_models
+from sim.scenario import Scenario
+from sim.wild import scenario as wild
+from sim.workload import generate
+from sim.world import run
+
+MODELS, GPUS, RPS_PER_LLM, SECONDS = 24, 8, 2.0, 20.0
+
+
+def loaded() -> Scenario:
+    """Return the scenario that is timed."""
+    models = emulated_models(MODELS)
+    minutes = SECONDS / 60
+    load = generate("sharegpt", models=models, rps_per_llm=RPS_PER_LLM, minutes=minutes, seed=1)
+    return Scenario(
+        models=models,
+        arrivals=load.arrivals,
+        gpus=GPUS,
+        hosts=2,
+        horizon_ms=SECONDS * 1000,
+    )
+
+
+def run_factor() -> tuple[float, float]:
+    """Return (simulated seconds per second of this core, events per second)."""
+    scenario = loaded()
+    started = time.process_time()
+    result = run(scenario)
+    seconds = time.process_time() - started
+    return SECONDS / seconds, result.events / seconds
+
+
+def _soaked(seeds: int) -> float:
+    """Return how many scenarios of the soak are played per second, checks included."""
+    started = time.process_time()
+    for seed in range(seeds):
+        run(wild(seed), check=True)
+    return seeds / (time.process_time() - started)
+
+
+def run_bench() -> dict[str, float]:
+    """Time the simulator; look-up tables are built before, once for all."""
+    run(loaded(), check=False)
+    exact, events = run_factor()
+    return {
+        "sim.realtime_factor": exact,
+        "sim.events_per_s": events,
+        "sim.soak_seeds_per_s": _soaked(8),
+    }

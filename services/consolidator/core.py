@@ -44,6 +44,7 @@ class ConsolidatorCore:
         self._cluster.drained = set(self._placement.drained)
         self._seen_ms: dict[str, float] = {}
         self._to_place = set(self._cluster.models)  # to be placed at the next look, if they fit
+        self._gather_until_ms = 0.0  # but not before this: more of them may be on their way
         self._parked: set[str] = set()  # unloaded for want of use: only a request brings them back
         self._wanted: dict[str, float] = {}  # asked for and not placed yet; forgotten at that time
         self._scaled_ms: dict[str, float] = {}
@@ -136,6 +137,7 @@ class ConsolidatorCore:
             case ev.ModelRegistered(model=model):
                 if model.name not in cluster.models:
                     self._to_place.add(model.name)
+                    self._gather_until_ms = now_ms + self._set.gather_ms
                 cluster.models[model.name] = model
                 cluster.removed.pop(model.name, None)
             case ev.ModelRemoved(model=name) if name in cluster.models:
@@ -200,6 +202,8 @@ class ConsolidatorCore:
         self._expire_idle()
         self._keep_used(now_ms)
         self._place_wanted(now_ms)
+        if now_ms < self._gather_until_ms:
+            return
         models = self._cluster.models
         absent = [models[m] for m in self._to_place & models.keys() if not self._cluster.of_model(m)]
         for name, gpu in place(absent, self._cluster.rooms(), self._set.min_kv_bytes).items():

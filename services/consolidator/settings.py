@@ -9,6 +9,8 @@ class ConsolidatorSettings(Struct):
 
     Args:
         settle_ms: after the start, time for the GPUs' summaries to arrive before anything is decided.
+        gather_ms: models registered within this time of one another are placed together, largest first; one
+            by one they would leave gaps that the last of them does not fit into.
         tick_ms: period of the comparison of placement and reality, and of the heartbeat to other replicas.
         peer_silent_ms: a replica not heard of for this long leads no more.
         safety_margin: share of a GPU's memory that placement leaves free (3.5.2: 5 %).
@@ -26,6 +28,7 @@ class ConsolidatorSettings(Struct):
     """
 
     settle_ms: float = 1_500.0
+    gather_ms: float = 700.0
     tick_ms: float = 500.0
     peer_silent_ms: float = 2_000.0
     safety_margin: float = 0.05

@@ -177,6 +177,16 @@ def test_a_model_registered_later_is_placed_and_one_removed_is_unloaded_everywhe
     assert lab.placed == {} and where(lab) == {"g1": []}
 
 
+def test_models_registered_one_after_another_are_placed_together() -> None:
+    """One by one, worst fit would spread the small ones and leave no gap for the last and largest."""
+    lab = Lab([], [FakeGpu("g1"), FakeGpu("g2")]).run()
+    for name, weight_bytes in (("small", 20), ("smaller", 15), ("large", 70)):
+        lab.do(ev.ModelRegistered(model=spec(name, weight_bytes)))
+        lab.run(500)
+    lab.run()
+    assert where(lab) == {"g1": ["large"], "g2": ["small", "smaller"]}
+
+
 def test_a_lost_load_is_repeated_once_a_second() -> None:
     gpu = FakeGpu("g1", obeys=False)
     lab = Lab([spec("a")], [gpu]).run(6_000)

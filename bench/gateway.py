@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from bench.load import Outcome, load
-from services.pool import nats_server_argv
-from services.supervise import free_port
+from services.cli.pool import nats_server_argv
+from services.cli.supervise import free_port
 from tests.support import RunningPool
 
 MODEL = "Qwen2.5-7B-Instruct"

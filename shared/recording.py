@@ -60,6 +60,7 @@ def event_types() -> list[type]:
     """Return every type of event that is known in this process."""
 
     def below(base: type) -> Iterator[type]:
+        kind: type
         for kind in base.__subclasses__():
             yield kind
             yield from below(kind)

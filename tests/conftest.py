@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from support import Servers, TraceCollector
+from support import Servers
+from trace_collector import TraceCollector
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,20 @@
-"""What several kinds of test need: real servers, waiting, a collector of traces, a whole pool."""
+"""What several kinds of test need: real servers, waiting, a whole pool."""
 
 import asyncio
-import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlparse
 
 import httpx
 import redis
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from services.pool import nats_server_argv, store_server_argv
-from services.supervise import free_port
+from services.cli.pool import nats_server_argv, store_server_argv
+from services.cli.supervise import free_port
 from shared.config import Common
 
 
@@ -66,90 +60,6 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0, every
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {within_s} s: {condition}"
         await asyncio.sleep(every_s)
-
-
-class TraceCollector:
-    """Takes OTLP over HTTP as Jaeger does, and answers Jaeger's query API."""
-
-    def __init__(self) -> None:
-        self._spans: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                collector._take(ExportTraceServiceRequest.FromString(body))
-                self._answer(200, b"")
-
-            def do_GET(self) -> None:
-                self._answer(200, json.dumps({"data": collector._query(urlparse(self.path))}).encode())
-
-            def _answer(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _take(self, request: ExportTraceServiceRequest) -> None:
-        with self._lock:
-            for resource in request.resource_spans:
-                attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
-                for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        self._spans.append(_jaeger_span(attributes["service.name"], span))
-
-    def _query(self, url: Any) -> list[Any]:
-        with self._lock:
-            spans = list(self._spans)
-        if url.path == "/api/services":
-            return sorted({span["service"] for span in spans})
-        wanted = url.path.removeprefix("/api/traces").strip("/")
-        service = parse_qs(url.query).get("service", [None])[0]
-        traces: dict[str, list[dict[str, Any]]] = {}
-        for span in spans:
-            traces.setdefault(span["traceID"], []).append(span)
-        found = {wanted: traces[wanted]} if wanted in traces else {} if wanted else traces
-        return [
-            _jaeger_trace(trace_id, members)
-            for trace_id, members in found.items()
-            if service is None or any(s["service"] == service for s in members)
-        ]
-
-
-def _jaeger_span(service: str, span: Any) -> dict[str, Any]:
-    value = lambda v: getattr(v, v.WhichOneof("value"))  # noqa: E731
-    parent = span.parent_span_id.hex()
-    return {
-        "service": service,
-        "traceID": span.trace_id.hex(),
-        "spanID": span.span_id.hex(),
-        "operationName": span.name,
-        "references": [{"refType": "CHILD_OF", "spanID": parent}] if parent else [],
-        "startTime": span.start_time_unix_nano // 1000,
-        "duration": (span.end_time_unix_nano - span.start_time_unix_nano) // 1000,
-        "tags": [{"key": a.key, "value": value(a.value)} for a in span.attributes],
-    }
-
-
-def _jaeger_trace(trace_id: str, spans: list[dict[str, Any]]) -> dict[str, Any]:
-    services = sorted({span["service"] for span in spans})
-    shown = [{**span, "processID": f"p{services.index(span['service'])}"} for span in spans]
-    processes = {f"p{i}": {"serviceName": name} for i, name in enumerate(services)}
-    return {"traceID": trace_id, "spans": shown, "processes": processes}
 
 
 class RunningPool:

@@ -270,7 +270,8 @@ class ConsolidatorCore:
         """Take off a GPU what was to be loaded into memory that has turned out to be still in use."""
         for instance in self._cluster.on_gpu(gpu):
             overfull = self._cluster.free_bytes(gpu, self._cluster.placed_on(gpu)) < 0
-            if overfull and self._cluster.engine(gpu, instance.model) is None:
+            engine = self._cluster.engine(gpu, instance.model)
+            if overfull and (engine is None or engine.state == "failed"):
                 self._cluster.remove(instance)
                 self._wanted[instance.model] = now_ms + self._set.wanted_ms
 

@@ -14,7 +14,7 @@ import pytest
 from support import RunningPool
 from trace_collector import TraceCollector
 
-from services.supervise import free_port, port_is_free
+from services.cli.supervise import free_port, port_is_free
 
 MODEL = "Qwen2.5-7B-Instruct"
 HELLO = [{"role": "user", "content": "Hello"}]

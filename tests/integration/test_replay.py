@@ -6,8 +6,8 @@ import httpx
 import pytest
 from support import RunningPool
 
-from sim.replay import Differs, replay
 from shared.catalog import emulated_models
+from sim.replay import Differs, replay
 
 MODEL = emulated_models(2)[0].name
 

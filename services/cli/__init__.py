@@ -1,0 +1,1 @@
+"""`festina`: the command line, and the pool that `festina up` starts on this machine."""

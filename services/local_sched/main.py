@@ -38,7 +38,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine: ``emulated`` or ``vllm``.
         gpu_type: row of the device table.
         elastic_kv: emulated engines share the free memory for KV, as in the paper; off: a fixed pool each.
-        speedup: emulated device time passes this much faster; 1 but for benchmarks of the services themselves.
+        speedup: emulated device time passes this much faster; 1 but for benchmarks of the services.
         vllm_python: interpreter of the environment that vLLM is installed in.
         run_dir: where the sockets and logs of the vLLM processes are.
     """
@@ -90,7 +90,9 @@ async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, 
     device = device_for(where.gpu_type)
     shell = Shell(LOCAL, common.id, common)
     engines = engines_for(where, device, shell.heard)
-    core = LocalSchedCore(shell.ident, where.host, where.engine, device, settings, now_ms())
+    core = LocalSchedCore(
+        shell.ident, where.host, where.engine, device, settings, now_ms(), elastic_kv=where.elastic_kv
+    )
     await shell.open()
     sampler = None
     try:

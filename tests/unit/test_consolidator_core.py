@@ -445,3 +445,18 @@ def test_settings_are_checked() -> None:
         ConsolidatorSettings(min_kv_bytes=-1)
     with pytest.raises(ConfigError, match="settle_ms"):
         ConsolidatorSettings(settle_ms=0.0)
+
+
+def test_a_model_that_failed_to_load_beside_one_kept_after_all_gives_up_its_place() -> None:
+    lab = Lab([spec("a", 60, keep_alive_ms=5_000.0), spec("b", 50)], [FakeGpu("g1")]).run()
+    gpu = lab.gpus["g1"]
+    assert lab.placed == {"a": ("g1",)}
+    gpu.obeys = False
+    gpu.set("a", idle_ms=2_000.0)
+    lab.run(250)
+    lab.do(ev.ScaleOut(model="b", scheduler="s", reason="no instance"))
+    assert lab.placed == {"b": ("g1",)}
+    gpu.set("a", running=1)  # used again before the order came, so there was no room for the other
+    gpu.set("b", state="failed")
+    lab.run(750)
+    assert lab.placed == {"a": ("g1",)}

@@ -31,9 +31,13 @@ class EmulatedEngines:
         speedup: float = 1.0,
     ) -> None:
         start_ms = now_ms()
+
+        def device_ms() -> float:
+            return start_ms + (now_ms() - start_ms) * speedup
+
         self._gpu = gpu
         self._speedup = speedup
-        self._now_ms = lambda: start_ms + (now_ms() - start_ms) * speedup
+        self._now_ms = device_ms
         self._report = report
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -183,7 +183,8 @@ def _install(env: Path, progress: Progress) -> None:
         progress(f"installing {VLLM}")
         _pip(env, "install", "--no-deps", str(wheel))
     progress("trying to import vLLM")
-    _run([_python(env), "-c", "import vllm, torch, gguf"], "import vLLM")
+    # the kernels too: without Debian's libnuma1, say, vLLM imports and its engine then dies
+    _run([_python(env), "-c", "import vllm, torch, gguf, vllm._C"], "import vLLM and its kernels")
     (env / MARKER).write_text(json.dumps(ENV_CONTENT))
 
 

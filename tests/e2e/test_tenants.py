@@ -1,6 +1,8 @@
 """A running pool with two tenants: one floods at ten times its limit, the other's requests all succeed."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -61,3 +63,31 @@ def test_a_stop_string_still_reports_energy(pool: RunningPool, stream: bool) -> 
         answer = client.completions.create(**asked, stop=stop)
         report, reason = answer.festina, answer.choices[0].finish_reason
     assert reason == "stop" and report["energy_j"] > 0 and "emulated" in report["energy_source"]
+
+
+def test_a_limit_holds_across_gateways(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    env = {"FESTINA_GATEWAY_API_KEYS_FILE": str(tmp_path / "keys.toml"), "FESTINA_ADMIN_KEY": "root"}
+    flags = ("--emulated", "--models", "1", "--gpus", "1", "--gateways", "2", "--schedulers", "3")
+    pool = RunningPool(tmp_path, *flags, env=env)
+    try:
+        pool.wait_for_models(QWEN, key="root")
+        limits, root = {"requests_per_minute": 10}, {"Authorization": "Bearer root"}
+        url = f"{pool.url}/admin/tenants/late"
+        assert httpx.put(url, json=limits, headers=root, trust_env=False).status_code == 200
+        urls = [f"http://127.0.0.1:{port}/v1/completions" for port in (pool.port, pool.port + 1)]
+
+        def ask(number: int) -> int:
+            body = {"model": QWEN, "prompt": "Hi", "max_tokens": 2}
+            late = {"Authorization": "Bearer late-key"}
+            return httpx.post(
+                urls[number % 2], json=body, headers=late, trust_env=False, timeout=30
+            ).status_code
+
+        assert ask(0) == 200
+        time.sleep(3.0)  # the other gateway hears of the new limit
+        with ThreadPoolExecutor(8) as threads:
+            codes = [200, *threads.map(ask, range(39))]
+        assert codes.count(200) == 10 and codes.count(429) == 30
+    finally:
+        pool.stop()

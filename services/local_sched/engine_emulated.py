@@ -12,6 +12,10 @@ from shared.engine import DeviceSampled, Order
 from shared.events import Event
 
 
+LOOP_TICK_S = 0.001
+"""Finest timer of the event loop. Device time that is sped up must not be rounded up to it at every step."""
+
+
 class EmulatedEngines:
     """Takes orders for an emulated device and reports what it does; the same surface as the vLLM engines.
 
@@ -40,7 +44,7 @@ class EmulatedEngines:
         self._now_ms = device_ms
         self._report = report
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._timer_ms: float | None = None
 
     async def start(self) -> None:
@@ -78,7 +82,10 @@ class EmulatedEngines:
         self._cancel_timer()
         self._timer_ms = wake_ms
         delay_s = max(0.0, wake_ms - self._now_ms()) / (1000.0 * self._speedup)
-        self._timer = self._loop.call_later(delay_s, self._run)
+        if self._speedup > 1.0 and delay_s < LOOP_TICK_S:
+            self._timer = self._loop.call_soon(self._run)
+        else:
+            self._timer = self._loop.call_later(delay_s, self._run)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

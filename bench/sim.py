@@ -6,12 +6,12 @@ from shared.catalog import emulated_models
 from sim.scenario import Scenario
 from sim.wild import scenario as wild
 from sim.workload import generate
-from sim.world import run
+from sim.world import run as play
 
 MODELS, GPUS, RPS_PER_LLM, SECONDS = 24, 8, 2.0, 20.0
 
 
-def loaded() -> Scenario:
+def _loaded() -> Scenario:
     """Return the scenario that is timed."""
     models = emulated_models(MODELS)
     minutes = SECONDS / 60
@@ -25,11 +25,11 @@ def loaded() -> Scenario:
     )
 
 
-def run_factor() -> tuple[float, float]:
+def _factor() -> tuple[float, float]:
     """Return (simulated seconds per second of this core, events per second)."""
-    scenario = loaded()
+    scenario = _loaded()
     started = time.process_time()
-    result = run(scenario)
+    result = play(scenario)
     seconds = time.process_time() - started
     return SECONDS / seconds, result.events / seconds
 
@@ -38,16 +38,16 @@ def _soaked(seeds: int) -> float:
     """Return how many scenarios of the soak are played per second, checks included."""
     started = time.process_time()
     for seed in range(seeds):
-        run(wild(seed), check=True)
+        play(wild(seed), check=True)
     return seeds / (time.process_time() - started)
 
 
-def run_bench() -> dict[str, float]:
+def run() -> dict[str, float]:
     """Time the simulator; look-up tables are built before, once for all."""
-    run(loaded(), check=False)
-    exact, events = run_factor()
+    play(_loaded())
+    factor, events = _factor()
     return {
-        "sim.realtime_factor": exact,
+        "sim.realtime_factor": factor,
         "sim.events_per_s": events,
         "sim.soak_seeds_per_s": _soaked(8),
     }

@@ -245,7 +245,7 @@ class Device:
     power_on_ms: float
 
     def __hash__(self) -> int:
-        """Hash what tells devices apart in practice: hashing every number took longer than what it looked up."""
+        """Hash what tells devices apart in practice; hashing every number took longer than a look-up."""
         return hash((self.name, self.total_bytes, self.default_clock_mhz))
 
     @cached_property
@@ -262,7 +262,9 @@ class Device:
         """psi(f): square of the voltage at a clock, against that at the reference clock."""
 
         def voltage(clock_mhz: Any) -> Any:
-            above_ghz = np.maximum(0.0, clock_mhz - self.voltage_knee_mhz) / 1000.0
+            above_mhz = clock_mhz - self.voltage_knee_mhz
+            scalar = isinstance(above_mhz, float)
+            above_ghz = (max(0.0, above_mhz) if scalar else np.maximum(0.0, above_mhz)) / 1000.0
             return 1.0 + self.voltage_slope_per_ghz * above_ghz
 
         return (voltage(sm_clock_mhz) / voltage(self.power_reference_mhz)) ** 2

@@ -1,0 +1,311 @@
+"""`festina sim` and `festina plan`: the commands of the simulator."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:  # the simulator is imported when it runs, so that other commands start fast
+    from shared.devices import Device
+    from shared.model import ModelSpec
+    from sim.plan import Case, Outcome
+    from sim.workload import Workload
+
+RANKED = 32  # models of the catalog that every device holds; more are copies of them
+MINUTES = 10.0  # of a made workload
+PREDICTORS = ("live", "oracle", "paper", "measured")
+
+errors = Console(stderr=True)
+
+GpuType = Annotated[str, typer.Option(help="Row of the device table.")]
+Llms = Annotated[int, typer.Option(min=1, max=1000, help="Models served, by rank in the catalog.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of all chance.")]
+Predictor = Annotated[str, typer.Option(help=f"How output lengths are predicted: {', '.join(PREDICTORS)}.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def sim(
+    system: Annotated[str, typer.Option(help="The serving system.")] = "festina",
+    workload: Annotated[
+        str, typer.Option(help="Name of a workload, or a CSV of requests to replay.")
+    ] = "sharegpt",
+    llms: Llms = 16,
+    rps: Annotated[
+        float | None,
+        typer.Option(help="Requests per second and model; 1 if left out, and a trace keeps its own."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=1024)] = 8,
+    gpu_type: GpuType = "h100-80gb",
+    minutes: Annotated[
+        float | None,
+        typer.Option(help=f"How long requests arrive; {MINUTES:g} if left out, or a trace's own."),
+    ] = None,
+    seed: Seed = 0,
+    default_clock: Annotated[
+        int | None, typer.Option(help="SM clock in MHz of a GPU that nobody governs, such as 1980 or 1635.")
+    ] = None,
+    predictor: Predictor = "live",
+    clients: Annotated[
+        Path | None,
+        typer.Option(help="For servegen: its files, up to _arrivals (default: an hour of m-large)."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw clocks, watts, residents and attainment to this PNG or SVG.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a workload on emulated GPUs, with the very schedulers that serve.
+
+    Figures are of the last two thirds of the time in which requests arrive.
+    """
+    from shared.systems import system_for
+    from sim import figures, tables
+    from sim.plan import planned_device
+    from sim.report import report
+    from sim.scenario import Scenario
+    from sim.world import run
+
+    system_for(system)
+    device = planned_device(gpu_type)
+    _check(predictor, default_clock, device)
+    if plot is not None:
+        figures.check_plottable(plot)
+    models = pool_models(llms)
+    load = _load(workload, models, rps, minutes, seed, clients)
+    span_ms = (
+        load.arrivals[-1].at_ms + 1.0
+        if minutes is None and _is_file(workload)
+        else (minutes or MINUTES) * 6e4
+    )
+    scenario = Scenario(
+        models=models,
+        arrivals=load.arrivals,
+        gpus=gpus,
+        gpu_type=gpu_type,
+        seed=seed,
+        default_clock_mhz=default_clock,
+        predictor=predictor,
+    )
+    with _progress() as bar:
+        task = bar.add_task(f"simulating {len(load.arrivals):,} requests", total=1.0)
+        started_s = time.monotonic()
+        result = run(scenario, progress=lambda part: bar.update(task, completed=part))
+        result.wall_s = time.monotonic() - started_s
+    numbers = report(result, device, span_ms / 3, span_ms)
+    title = f"{system}: {workload}, {llms} LLMs, {gpus} x {gpu_type}"
+    if plot is not None:
+        figures.plot(result, f"{title} (modelled; GPUs without models drawn as cold)", plot)
+    if as_json:
+        print_json(numbers)
+        _say(load)
+    else:
+        console = Console()
+        console.print(tables.summary(numbers, device, title, span_ms))
+        ended = sum(1 for r in result.requests if r.outcome in ("stop", "length"))
+        console.print(f"{ended:,} of {len(result.requests):,} requests finished. {tables.said(load)}")
+        if plot is not None:
+            console.print(f"drawn to {plot}")
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="CSV of requests: time, input, output and perhaps model.")],
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs to try: 4, or 1..8.")] = "1..8",
+    llms: Llms = 8,
+    rps: Annotated[
+        float | None,
+        typer.Option(help="Stretch time to this rate per second and model; left out: as it was."),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Only the first minutes of the trace.")] = None,
+    target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests to be on time.")] = 0.95,
+    price: Annotated[float | None, typer.Option(help="Price of a kWh, in any currency.")] = None,
+    gpu_type: GpuType = "h100-80gb",
+    seed: Seed = 0,
+    predictor: Predictor = "live",
+    as_json: Json = False,
+) -> None:
+    """What would this trace cost, and how many GPUs does it need?
+
+    The fewest GPUs that meet the target are looked for; that run is repeated with the unmeasured numbers of
+    the device model at the ends of their bands.
+    """
+    from sim import tables
+    from sim.plan import Case, banded_cases, planned_device
+    from sim.plan import plan as find
+    from sim.traces import read_trace
+    from sim.workload import replay
+
+    device = planned_device(gpu_type)
+    _check(predictor, None, device)
+    counts = gpu_counts(gpus)
+    models = pool_models(llms)
+    load = replay(read_trace(trace), models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
+    base = Case(models=models, arrivals=load.arrivals, gpus=1, device=device, seed=seed, predictor=predictor)
+    runs = len(counts).bit_length() + len(banded_cases(base))
+    said = f"planning for {len(load.arrivals):,} requests"
+    with _progress() as bar, _Workers(bar, said, runs) as workers:
+        answer = find(base, counts, target, workers.solve)
+    if as_json:
+        print_json(answer)
+        _say(load)
+        return
+    for part in (*tables.planned(answer, base, price), tables.said(load)):
+        Console().print(part)
+
+
+def pool_models(count: int) -> "tuple[ModelSpec, ...]":
+    """Return `count` models of the catalog, by rank; past the ranked ones, copies under other names."""
+    from shared.catalog import emulated_models
+
+    ranked = emulated_models(min(count, RANKED))
+    copies = [
+        msgspec.structs.replace(ranked[i % RANKED], name=f"{ranked[i % RANKED].name} ({i // RANKED + 1})")
+        for i in range(RANKED, count)
+    ]
+    return (*ranked, *copies)
+
+
+def gpu_counts(text: str) -> list[int]:
+    """Return the numbers of GPUs that ``4`` or ``1..8`` names. Raises ConfigError for anything else."""
+    first, _, last = text.partition("..")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high <= 1024:
+        raise ConfigError(f"--gpus {text}: give a number, or a range such as 1..8, of 1 to 1024 GPUs")
+    return list(range(low, high + 1))
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON, every field of it."""
+    plain = msgspec.json.encode(_fields(value))
+    sys.stdout.write(msgspec.json.format(plain).decode() + "\n")
+
+
+def _fields(value: object) -> object:
+    """Return structs as dictionaries, fields at their defaults included."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _fields(getattr(value, name)) for name in value.__struct_fields__}
+    return [_fields(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _is_file(workload: str) -> bool:
+    return workload.endswith((".csv", ".csv.gz")) or "/" in workload
+
+
+def _load(
+    workload: str,
+    models: "Sequence[ModelSpec]",
+    rps: float | None,
+    minutes: float | None,
+    seed: int,
+    clients: Path | None,
+) -> "Workload":
+    """Make the workload, or replay the file, that the command line names."""
+    from sim import traces
+    from sim.workload import SERVEGEN, generate, replay
+
+    if _is_file(workload):
+        rows = traces.read_trace(Path(workload))
+        return replay(rows, models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
+    wanted = traces.read_clients(clients or traces.SERVEGEN_HOUR) if workload == SERVEGEN else ()
+    return generate(
+        workload,
+        models=models,
+        rps_per_llm=1.0 if rps is None else rps,
+        minutes=MINUTES if minutes is None else minutes,
+        seed=seed,
+        clients=wanted,
+    )
+
+
+def _say(load: "Workload") -> None:
+    """Tell on stderr, beside JSON on stdout, what was done to requests that are too long."""
+    from sim import tables
+
+    if said := tables.said(load):
+        errors.print(said, soft_wrap=True)
+
+
+def _check(predictor: str, default_clock: int | None, device: "Device") -> None:
+    if predictor not in PREDICTORS:
+        raise ConfigError(f"no predictor is called {predictor!r}; there are: {', '.join(PREDICTORS)}")
+    if default_clock is not None and default_clock not in device.clocks_mhz:
+        low, high, step = device.clock_min_mhz, device.clock_max_mhz, device.clock_step_mhz
+        raise ConfigError(
+            f"{device.name} has no clock of {default_clock} MHz; it has {low} to {high} in steps of {step}"
+        )
+
+
+class _Workers:
+    """Two processes that run cases side by side; `total` is how many will be run."""
+
+    def __init__(self, bar: Progress, description: str, total: int) -> None:
+        spawn = get_context("spawn")  # a fork would take the progress bar's thread's locks with it
+        self._bar, self._task = bar, bar.add_task(description, total=total)
+        self._done = spawn.Value("d", 0.0)
+        self._pool = ProcessPoolExecutor(2, spawn, initializer=_join, initargs=(self._done,))
+
+    def __enter__(self) -> "_Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def solve(self, cases: "Sequence[Case]") -> "list[Outcome]":
+        """Run cases and return their outcomes in the same order."""
+        futures = [self._pool.submit(_solved, case) for case in cases]
+        while wait(futures, timeout=0.2).not_done:
+            self._bar.update(self._task, completed=self._done.value)
+        return [future.result() for future in futures]
+
+
+_done: Any = None  # in a worker: the cases done by all of them, as a shared number
+
+
+def _join(done: Any) -> None:
+    global _done
+    _done = done
+
+
+def _solved(case: "Case") -> "Outcome":
+    """Run a case in a worker, and keep the shared number up to date."""
+    from sim.plan import solve_case
+
+    told = 0.0
+
+    def tell(part: float) -> None:
+        nonlocal told
+        with _done.get_lock():
+            _done.value += part - told
+        told = part
+
+    outcome = solve_case(case, tell)
+    tell(1.0)
+    return outcome
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show progress on stderr, so that stdout stays what was asked for."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
+        yield bar

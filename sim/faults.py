@@ -1,0 +1,212 @@
+"""What may go wrong in a world, by the name a `Fault` has.
+
+`crash`          the service `target` is gone for `for_ms`, its state with it; a GPU's engines end as well
+`pause`          it stands still for `for_ms`; what comes meanwhile waits, its device goes on
+`bus_lost`       its connection to the bus is down for `for_ms`, and it knows
+`cut`            `target` and `other` do not reach each other for `for_ms`, and nobody knows
+`stale`          the summaries of GPU `target` come `value` ms later, for `for_ms`
+`clock_refused`  GPU `target` runs at `value` MHz whatever it is asked, for `for_ms`
+`memory`         GPU `target` has `value` bytes less than its scheduler believes, for `for_ms`
+`device_lost`    all engines of GPU `target` die
+`engine_lost`    the engine of model `other` on GPU `target` dies
+`clock_step`     the wall clock of `target` is set by `value` ms
+`leave`          GPU `target` is told to stop: it drains for `for_ms`, and starts again
+`drain`          an administrator drains GPU `target` for `for_ms`
+`move`           a scheduler asks for one more instance of model `target`, and in `for_ms` what waits for it
+                 on one GPU is moved to another: one request, or with `value` below 0 each
+`flush`          the store loses everything
+`cancel`         the client of request `target` leaves
+`stop`           the client of request `target` has all the text it wants
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from services.gateway.events import STOPPED, DrainGpu
+from shared import events as ev
+from shared.engine import EngineEnded
+from sim.nodes import GpuNode, Node
+from sim.scenario import Fault
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+LAST_WORDS_MS = 200.0  # between the end of a drain and the end of its process
+
+
+def happen(world: "World", fault: Fault) -> None:
+    """Let a fault happen now."""
+    KINDS[fault.kind](world, fault)
+
+
+def _gpu(world: "World", name: str) -> GpuNode:
+    node = world.by_name[name]
+    assert isinstance(node, GpuNode), f"{name} is no GPU"
+    return node
+
+
+def _crash(world: "World", fault: Fault) -> None:
+    node = world.by_name[fault.target]
+    if node.core is not None:
+        world.stop(node)
+        world.later(fault.for_ms, lambda: world.start(node))
+
+
+def _pause(world: "World", fault: Fault) -> None:
+    node = world.by_name[fault.target]
+    node.paused_until_ms = max(node.paused_until_ms, world.now_ms + fault.for_ms)
+
+
+def _bus_lost(world: "World", fault: Fault) -> None:
+    node = world.by_name[fault.target]
+    if node.core is None or node.bus_lost:
+        return
+    life = node.life
+    world.feed(node, ev.BusLost())
+    node.bus_lost = True
+
+    def restored() -> None:
+        if node.life == life:
+            node.bus_lost = False
+            world.feed(node, ev.BusRestored())
+
+    world.later(fault.for_ms, restored)
+
+
+def _cut(world: "World", fault: Fault) -> None:
+    world.bus.cut(fault.target, fault.other, world.now_ms + fault.for_ms)
+
+
+def _stale(world: "World", fault: Fault) -> None:
+    world.bus.hold_summaries(fault.target, world.now_ms + fault.for_ms, fault.value)
+
+
+def _clock_refused(world: "World", fault: Fault) -> None:
+    node = _gpu(world, fault.target)
+    node.refused_mhz, node.refused_until_ms = int(fault.value), world.now_ms + fault.for_ms
+
+
+def _memory(world: "World", fault: Fault) -> None:
+    gpu = _gpu(world, fault.target).gpu
+    if gpu is None:
+        return
+    device = gpu.device
+    gpu.device = replace(device, total_bytes=device.total_bytes - int(fault.value))
+
+    def back() -> None:
+        gpu.device = device
+
+    world.later(fault.for_ms, back)
+
+
+def _device_lost(world: "World", fault: Fault) -> None:
+    node = _gpu(world, fault.target)
+    if node.core is None:
+        return
+    models = list(node.local.state.engines)
+    world.hardware.replace(node)
+    for model in models:
+        world.feed(node, EngineEnded(model=model, reason="the device is lost"))
+
+
+def _engine_lost(world: "World", fault: Fault) -> None:
+    node = _gpu(world, fault.target)
+    if node.gpu is None or fault.other not in node.gpu.engines:
+        return
+    node.gpu.kill(node.clock_ms(world.now_ms), fault.other)
+    world.hardware.arm(node)
+    world.feed(node, EngineEnded(model=fault.other, reason="killed"))
+
+
+def _clock_step(world: "World", fault: Fault) -> None:
+    world.by_name[fault.target].wall_ms += fault.value
+
+
+def _leave(world: "World", fault: Fault) -> None:
+    node = _gpu(world, fault.target)
+    if node.core is None:
+        return
+    life = node.life
+
+    def if_same(act: Callable[[], None]) -> Callable[[], None]:
+        return lambda: act() if node.life == life else None
+
+    world.feed(node, ev.Leaving())
+    world.later(fault.for_ms, if_same(lambda: world.feed(node, ev.Leaving(at_once=True))))
+    world.later(fault.for_ms + LAST_WORDS_MS, if_same(lambda: _restart(world, node)))
+
+
+def _restart(world: "World", node: Node) -> None:
+    world.stop(node)
+    world.later(500.0, lambda: world.start(node))
+
+
+def _drain(world: "World", fault: Fault) -> None:
+    def order(on: bool) -> None:
+        gateway = world.any_gateway()
+        if gateway is not None:
+            world.feed(gateway, DrainGpu(gpu=fault.target, on=on))
+
+    order(True)
+    # An administrator sees whether it took effect, and says it again.
+    for again_ms in (0.0, 2_000.0, 4_000.0):
+        world.later(fault.for_ms + again_ms, lambda: order(False))
+
+
+def _move(world: "World", fault: Fault) -> None:
+    model = fault.target
+    asks = ev.ScaleOut(model=model, scheduler="scheduler-0", reason="sustained_deficit")
+    world.bus.send(world.now_ms, world.by_name["scheduler-0"], model, asks)
+    for again_ms in (0.0, 50.0, 400.0):
+        world.later(fault.for_ms + again_ms, lambda: _move_waiting(world, model, fault.value < 0))
+
+
+def _move_waiting(world: "World", model: str, each: bool) -> None:
+    """Have a model's waiting requests moved, as a consolidator would, if two GPUs have the model."""
+    up = [node for node in world.gpus if node.core is not None]
+    waits = {n.ident: [w for w in n.local.state.queue.values() if w.request.model == model] for n in up}
+    source = next((node for node in up if waits[node.ident]), None)
+    there = [n for n in up if n is not source and model in n.local.state.engines]
+    if source is None or not there:
+        return
+    order = ev.Move(
+        move_id=f"{source.ident}-{there[0].ident}-{world.now_ms:.6f}",
+        request_id="*" if each else waits[source.ident][0].request.request_id,
+        model=model,
+        source=source.ident,
+        destination=there[0].ident,
+    )
+    world.bus.send(world.now_ms, world.by_name["consolidator-0"], source.local.state.host, order)
+
+
+def _flush(world: "World", fault: Fault) -> None:
+    world.store.flush()
+
+
+def _cancel(world: "World", fault: Fault) -> None:
+    world.clients.leave(fault.target, "the client has gone")
+
+
+def _stop(world: "World", fault: Fault) -> None:
+    world.clients.leave(fault.target, STOPPED)
+
+
+KINDS: dict[str, Callable[["World", Fault], None]] = {
+    "crash": _crash,
+    "pause": _pause,
+    "bus_lost": _bus_lost,
+    "cut": _cut,
+    "stale": _stale,
+    "clock_refused": _clock_refused,
+    "memory": _memory,
+    "device_lost": _device_lost,
+    "engine_lost": _engine_lost,
+    "clock_step": _clock_step,
+    "leave": _leave,
+    "drain": _drain,
+    "move": _move,
+    "flush": _flush,
+    "cancel": _cancel,
+    "stop": _stop,
+}

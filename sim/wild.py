@@ -1,0 +1,158 @@
+"""Scenarios at random, with faults at random: what the soak plays, one per seed."""
+
+from msgspec.structs import replace
+
+from services.consolidator.settings import ConsolidatorSettings
+from services.gateway.settings import GatewaySettings
+from services.local_sched.settings import LocalSettings
+from shared.model import ModelSpec
+from sim.chance import Chance
+from sim.scenario import Fault, Network, Scenario, Settings
+from sim.workload import Arrival
+
+FIRST_ARRIVAL_MS = 1_000.0
+SPAN_MS = 8_000.0
+GB = 10**9
+
+
+def model(name: str, weight_gb: float, kv_bytes_per_token: int, **more: float | None) -> ModelSpec:
+    """Return a small emulated model of this much weight."""
+    params = int(weight_gb * GB / 2)
+    spec = ModelSpec(
+        name=name,
+        engine="emulated",
+        params=params,
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        weight_bytes=int(weight_gb * GB),
+        kv_bytes_per_token=kv_bytes_per_token,
+        context_tokens=4096,
+    )
+    return replace(spec, **more)
+
+
+SMALL = model("small-3b", 6.4, 114_688)
+MEDIUM = model("medium-8b", 16.0, 131_072, keep_alive_ms=2_500.0)
+THICK = model("thick-14b", 28.0, 3_276_800)  # few of its requests fit at a time
+LARGE = model("large-30b", 60.0, 196_608, keep_alive_ms=None)
+MODELS = (SMALL, MEDIUM, THICK, LARGE)
+
+
+def scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed: some GPUs, some models, some requests, and some faults."""
+    chance = Chance(seed)
+    gpus = 1 + chance.below(3)
+    models = tuple(m for m in MODELS if chance.happens(0.6)) or (SMALL,)
+    gateways = 1 + chance.below(2)
+    arrivals = _arrivals(chance, models)
+    base = Scenario(
+        models=models,
+        arrivals=arrivals,
+        gpus=gpus,
+        seed=seed,
+        gateways=gateways,
+        schedulers=1 + chance.below(2),
+        consolidators=1 + chance.below(2),
+        hosts=1 + chance.below(gpus),
+        settings=_settings(chance),
+        network=_network(chance),
+        predictor=chance.pick(("live", "live", "oracle", "paper", "measured")),
+        elastic_kv=True,
+        sample_ms=10_000.0,
+    )
+    faults = tuple(_fault(chance, base) for _ in range(chance.below(7)))
+    return replace(base, faults=tuple(sorted(faults, key=lambda fault: fault.at_ms)))
+
+
+def _arrivals(chance: Chance, models: tuple[ModelSpec, ...]) -> tuple[Arrival, ...]:
+    gap_ms = chance.between(40.0, 400.0)
+    longest = chance.pick((20, 60, 200))
+    at_ms, arrivals = FIRST_ARRIVAL_MS, []
+    while at_ms < FIRST_ARRIVAL_MS + SPAN_MS:
+        arrivals.append(
+            Arrival(
+                at_ms=at_ms,
+                model=chance.pick(models).name,
+                input_tokens=1 + chance.below(chance.pick((100, 600, 3_000))),
+                output_tokens=1 + chance.below(longest),
+                tenant=chance.pick(("default", "other")),
+            )
+        )
+        at_ms += chance.pick((0.0, 1.0, 2.0)) * gap_ms * chance.uniform()
+    return tuple(arrivals)
+
+
+def _settings(chance: Chance) -> Settings:
+    queue = chance.pick((512, 8))
+    return Settings(
+        gateway=GatewaySettings(max_inflight=chance.pick((2_048, 40)), stall_timeout_ms=20_000.0),
+        local=LocalSettings(
+            max_queue=queue,
+            max_running=chance.pick((256, 4, 1)),
+            max_unacknowledged=chance.pick((4_096, 4_096, 4_096, 16)),
+            memory_margin=chance.pick((0.05, 0.3)),
+        ),
+        consolidator=ConsolidatorSettings(settle_ms=500.0),
+    )
+
+
+def _network(chance: Chance) -> Network:
+    if chance.happens(0.4):
+        return Network()
+    return Network(
+        delay_ms=chance.between(0.05, 2.0),
+        jitter_ms=chance.between(0.0, 5.0),
+        loss=chance.pick((0.0, 0.01, 0.05)),
+        duplication=chance.pick((0.0, 0.01, 0.05)),
+        reordering=chance.pick((0.0, 0.01, 0.05)),
+        late_ms=chance.pick((5.0, 50.0, 500.0)),
+    )
+
+
+def _fault(chance: Chance, base: Scenario) -> Fault:
+    at_ms = chance.between(0.0, FIRST_ARRIVAL_MS + SPAN_MS)
+    gpu = f"gpu-{chance.below(base.gpus)}"
+    replicas = {
+        "gateway": base.gateways,
+        "scheduler": base.schedulers,
+        "consolidator": base.consolidators,
+        "host": base.hosts,
+        "gpu": base.gpus,
+    }
+    service = chance.pick(tuple(replicas))
+    node = f"{service}-{chance.below(replicas[service])}"
+    request = f"r{chance.below(len(base.arrivals))}"
+    kind = chance.pick(_KINDS)
+    short_ms, long_ms = chance.between(5.0, 800.0), chance.between(200.0, 6_000.0)
+    for_ms = chance.pick((short_ms, long_ms))
+    if kind in ("cancel", "stop"):
+        index = int(request[1:])
+        return Fault(base.arrivals[index].at_ms + chance.between(0.0, 2_000.0), kind, request)
+    if kind in ("crash", "pause", "bus_lost"):
+        return Fault(at_ms, kind, node, for_ms)
+    if kind == "clock_step":
+        return Fault(at_ms, kind, node, value=chance.between(-5_000.0, 5_000.0))
+    if kind == "cut":
+        return Fault(
+            at_ms, kind, gpu, for_ms, other=chance.pick((f"gateway-{chance.below(base.gateways)}", "host-0"))
+        )
+    if kind == "engine_lost":
+        return Fault(at_ms, kind, gpu, other=chance.pick(base.models).name)
+    if kind == "move":
+        return Fault(at_ms, kind, chance.pick(base.models).name, 600.0 + short_ms, chance.pick((-1.0, 1.0)))
+    value = {
+        "stale": long_ms,
+        "clock_refused": chance.pick((345.0, 1_980.0)),
+        "memory": 40e9 * chance.uniform(),
+    }
+    return Fault(at_ms, kind, gpu, for_ms, value.get(kind, 0.0))
+
+
+_KINDS = (
+    *("crash", "crash", "pause", "bus_lost", "cut", "stale", "clock_refused", "memory", "device_lost"),
+    *("engine_lost", "clock_step", "leave", "drain", "drain", "flush", "cancel", "cancel", "stop", "stop"),
+    *("move", "move", "move", "move"),
+)

@@ -1,6 +1,6 @@
-"""A lean HTTP client for load: one keep-alive connection a client, nothing parsed that is not needed.
+"""A lean HTTP client for load: one keep-alive connection a client, nothing parsed without need.
 
-It runs in a process of its own (`python -m bench.load URL SECONDS CLIENTS STREAM BODY`) and prints one JSON line, so
+It runs in a process of its own (`python -m bench.load URL SECONDS CLIENTS BODY`) and prints one JSON line, so
 that its cost is seen apart from the gateway's.
 """
 

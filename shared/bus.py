@@ -76,9 +76,10 @@ class Bus:
             # the client itself tries again and again, at first as later
             await asyncio.wait_for(self._client.connect(**options), CONNECT_WITHIN_S)
         except (TimeoutError, OSError, nats.errors.Error) as error:
+            where = settings.nats_url.rpartition("@")[2]  # never show a password
             raise Unavailable(
-                f"no NATS server at {settings.nats_url}: {self._last_error or error}; "
-                "check FESTINA_NATS_URL and its credentials"
+                f"no NATS server at {where}: {self._last_error or error}; check FESTINA_NATS_URL, "
+                "FESTINA_NATS_USER, FESTINA_NATS_PASSWORD and FESTINA_NATS_CA_FILE"
             ) from error
         self._writer = asyncio.create_task(self._write())
 

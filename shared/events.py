@@ -26,6 +26,17 @@ class Dispatch(Message):
     excluded: tuple[str, ...] = ()
 
 
+class Inquire(Message):
+    """Gateway asks all global schedulers who has an attempt that nobody has answered for.
+
+    Whoever has it sees to it, and answers; another `Dispatch` might reach one that does not know of it, and
+    would place it a second time.
+    """
+
+    request_id: str
+    attempt: int
+
+
 class Submit(Message):
     """Global scheduler hands an attempt to a GPU. `dispatch_seq` grows by one per scheduler and GPU."""
 
@@ -66,6 +77,14 @@ class Deferred(Message):
     attempt: int
     scheduler: str
     reason: str
+
+
+class Placed(Message):
+    """Answer to `Inquire`: this attempt has been handed to a GPU, which is alive but has not answered yet."""
+
+    request_id: str
+    attempt: int
+    gpu: str
 
 
 class Rejected(Message):
@@ -148,7 +167,7 @@ class RequestEnded(Message):
 
 
 class GatewayAlive(Message):
-    """Heartbeat of a gateway; a GPU aborts the work of one that is silent for longer than its lease."""
+    """Heartbeat of a gateway; a GPU ends the work of one that is silent for longer than its lease."""
 
     gateway: str
 

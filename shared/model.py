@@ -4,10 +4,13 @@ Units stand last in every name. Times that cross a machine are relative (``waite
 no two machines need agree on the time of day.
 """
 
+import hashlib
 import re
+from functools import lru_cache
 from typing import Any, dataclass_transform
 
 import msgspec
+from msgspec.structs import replace
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
@@ -64,6 +67,16 @@ class ModelSpec(Struct):
     tenants: tuple[str, ...] = ()
     vocab_tokens: int = 0
     tied_embeddings: bool = False
+
+
+@lru_cache(maxsize=4096)
+def digest(model: ModelSpec) -> str:
+    """Return what stands for all of a specification that an engine is loaded by.
+
+    Objectives, keep-alive and tenants are not part of it: they may change while it runs.
+    """
+    loaded_by = replace(model, objectives=None, keep_alive_ms=None, tenants=())
+    return hashlib.sha256(msgspec.msgpack.encode(loaded_by)).hexdigest()[:16]
 
 
 class Tenant(Struct):
@@ -171,6 +184,7 @@ class EngineSummary(Struct):
         queued_of: `queued` by tenant.
         prefills: what it has still to prefill, in the order in which it is due.
         staircase: as that of its GPU, for an engine with a KV pool of its own; else empty.
+        spec: `digest` of the specification that it was loaded by; empty if it does not tell.
     """
 
     model: str
@@ -186,6 +200,12 @@ class EngineSummary(Struct):
     queued_of: dict[str, int] = {}
     prefills: tuple[Prefills, ...] = ()
     staircase: tuple[StairStep, ...] = ()
+    spec: str = ""
+
+
+def is_outdated(engine: EngineSummary, model: ModelSpec) -> bool:
+    """Say whether an engine was loaded by another specification of its model than this."""
+    return engine.spec not in ("", digest(model))
 
 
 class GpuSummary(Struct):
@@ -200,6 +220,7 @@ class GpuSummary(Struct):
             of all engines without a KV pool of their own.
         admitted_through: by scheduler id, the last dispatch number this summary has counted.
         energy_j: joules since start; None without a meter.
+        kv_pool_bytes: KV pool that each further engine takes at once; 0 if KV memory is shared.
     """
 
     gpu: str
@@ -217,6 +238,7 @@ class GpuSummary(Struct):
     admitted_through: dict[str, int] = {}
     power_w: float | None = None
     energy_j: float | None = None
+    kv_pool_bytes: int = 0
 
 
 class Instance(Struct):

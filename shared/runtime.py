@@ -43,6 +43,8 @@ from shared.tracing import Tracing
 log = logging.getLogger("festina")
 
 HELD_MESSAGES = 65_536
+REREAD_S = 5.0  # after the bus is back the store is read at once, and again after so long
+REREAD_TRIES = 60  # while the store is away as well
 
 Performer = Callable[[Any], None]
 
@@ -70,6 +72,9 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._luts: dict[str, bytes] = {}  # tables that the core has had, by their keys
         self._reading: asyncio.Task[None] | None = None
+        self._models: dict[str, ModelSpec] = {}  # as the core knows them
+        self._models_heard: set[str] = set()  # heard of since the bus is back: newer than what was read
+        self._rereading: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._recorder = recorder(service, self.ident)
         self._performers: dict[type, Performer] = {
@@ -120,15 +125,66 @@ class Shell:
             await self._read_luts(LUT_KEYS)
         for model in await self.store.read_all(MODEL_KEYS, ModelSpec):
             self._retell(ev.ModelRegistered(model=model))
-        placement = await self.store.read(PLACEMENT_KEY, Placement)
-        if placement is not None:
-            self._retell(ev.PlacementChanged(placement=placement))
+        await self._reread_placement()
         for summary in await self.store.read_all(GPU_KEYS, GpuSummary):
             self._retell(ev.SummaryChanged(summary=summary))
 
+    async def _reread_placement(self) -> None:
+        placement = await self.store.read(PLACEMENT_KEY, Placement)
+        if placement is not None:
+            self._retell(ev.PlacementChanged(placement=placement))
+
+    async def _reread(self) -> None:
+        """Tell the core what has changed while it could hear nothing, as the messages it has missed.
+
+        The store is read twice, for the writer of a change may be late with it: a model counts as removed
+        only if it is missing both times, and if nobody has spoken of it since the bus is back.
+        """
+        missing: set[str] | None = None
+        for _ in range(REREAD_TRIES):
+            try:
+                if self.service in ROUTES[ev.LutStored].readers:
+                    await self._read_luts(LUT_KEYS)
+                missing = await self._reread_models(missing)
+                await self._reread_placement()
+            except Unavailable as error:
+                log.warning("not read again yet", extra={"error": str(error)})
+                await asyncio.sleep(REREAD_S)
+                continue
+            if missing is None:
+                return
+            await asyncio.sleep(REREAD_S)
+
+    async def _reread_models(self, missing: set[str] | None) -> set[str] | None:
+        """Tell of models added and changed, and of those gone that were `missing` at the look before.
+
+        Returns those that are missing now; None after the second look.
+        """
+        stored = {model.name: model for model in await self.store.read_all(MODEL_KEYS, ModelSpec)}
+        for name, model in stored.items():
+            if self._models.get(name) != model and name not in self._models_heard:
+                self._retell(ev.ModelRegistered(model=model))
+        now_missing = self._models.keys() - stored.keys() - self._models_heard
+        for name in sorted(now_missing & (missing or set())):
+            self._retell(ev.ModelRemoved(model=name))
+        return set(now_missing) if missing is None else None
+
     def _retell(self, message: ev.Message) -> None:
         if self.service in ROUTES[type(message)].readers:
-            self.feed(message)
+            self.heard(message)
+
+    def _note(self, event: ev.Message | ev.Event) -> None:
+        """Keep in step with what the core knows of the models."""
+        match event:
+            case ev.ModelRegistered(model=model):
+                self._models[model.name] = model
+            case ev.ModelRemoved(model=name):
+                self._models.pop(name, None)
+            case ev.BusRestored():
+                self._models_heard.clear()
+                if self._rereading is not None:
+                    self._rereading.cancel()
+                self._rereading = asyncio.create_task(self._reread())
 
     def feed(self, event: ev.Message | ev.Event) -> None:
         """Let the core take one event, and do what it says."""
@@ -145,6 +201,8 @@ class Shell:
         """Leave: everything queued goes out first."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._rereading is not None:
+            self._rereading.cancel()
         await self.bus.close()
         await self.store.close()
         self.metrics.close()
@@ -187,6 +245,10 @@ class Shell:
                 key = lut_key(message.gpu_type, message.model)
                 self._reading = asyncio.create_task(self._read_luts(key))
                 return
+            if isinstance(message, ev.ModelRegistered):
+                self._models_heard.add(message.model.name)
+            elif isinstance(message, ev.ModelRemoved):
+                self._models_heard.add(message.model)
             if self._held is None:
                 self.heard(message)
             else:
@@ -198,6 +260,7 @@ class Shell:
         """Feed the core from a callback. A broken invariant ends the process; its state is rebuilt."""
         if self._core is None:
             return
+        self._note(event)
         try:
             self.feed(event)
         except Exception:

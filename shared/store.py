@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from shared.config import Common
 from shared.errors import Unavailable
@@ -45,9 +45,10 @@ class Store:
                 await self._redis.ping()
                 break
             except (RedisError, OSError) as error:
-                if attempt == 39 or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                if attempt == 39 or isinstance(error, AuthenticationError):
                     where = self._url.rpartition("@")[2]  # never show a password
-                    raise Unavailable(f"no store at {where}: {error}; check FESTINA_REDIS_URL") from error
+                    cure = "check FESTINA_REDIS_URL and the user and password in it"
+                    raise Unavailable(f"no store at {where}: {error}; {cure}") from error
                 await asyncio.sleep(0.25)
         self._writer = asyncio.create_task(self._write())
 
@@ -125,20 +126,23 @@ class Store:
         await self._redis.aclose()
 
     async def _keys(self, prefix: str) -> list[str]:
+        queued = [key for key in self._waiting if key.startswith(prefix)]
         try:
-            return sorted(
-                [key.decode() async for key in self._redis.scan_iter(match=prefix + "*", count=1000)]
-            )
+            found = {key.decode() async for key in self._redis.scan_iter(match=prefix + "*", count=1000)}
         except (RedisError, OSError) as error:
             raise Unavailable(f"the store is away: {error}") from error
+        return sorted(found.union(queued))
 
     async def _values(self, keys: list[str]) -> list[bytes | None]:
+        """Return the values of keys; what this process has queued to write counts as written."""
         if not keys:
             return []
+        queued = {key: self._waiting[key][0] for key in keys if key in self._waiting}
         try:
-            return list(await self._redis.mget(keys))  # type: ignore[arg-type]  # bytes, as decoding is off
+            found: list[Any] = await self._redis.mget(keys)  # bytes, as decoding is off
         except (RedisError, OSError) as error:
             raise Unavailable(f"the store is away: {error}") from error
+        return [queued.get(key, value) for key, value in zip(keys, found, strict=True)]
 
     async def _write(self) -> None:
         away = False

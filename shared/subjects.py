@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from shared import events as ev
 from shared.model import slug
@@ -41,10 +42,12 @@ ALL, OWN, QUEUE = Reads.ALL, Reads.OWN, Reads.QUEUE
 ROUTES: dict[type[ev.Message], Route] = {
     # requests; {id} is the reader's own id
     ev.Dispatch: Route("festina.v1.cmd.request.any.dispatch", GATEWAY, {GLOBAL: QUEUE}),
+    ev.Inquire: Route("festina.v1.cmd.request.any.inquire", GATEWAY, {GLOBAL: ALL}),
     ev.Submit: Route("festina.v1.cmd.gpu.{id}.submit", GLOBAL, {LOCAL: OWN}),
     ev.Refused: Route("festina.v1.evt.scheduler.{id}.refused", LOCAL, {GLOBAL: OWN}),
     ev.Admitted: Route("festina.v1.evt.gateway.{id}.admitted", LOCAL, {GATEWAY: OWN}),
     ev.Deferred: Route("festina.v1.evt.gateway.{id}.deferred", GLOBAL, {GATEWAY: OWN}),
+    ev.Placed: Route("festina.v1.evt.gateway.{id}.placed", GLOBAL, {GATEWAY: OWN}),
     ev.Rejected: Route("festina.v1.evt.gateway.{id}.rejected", GLOBAL, {GATEWAY: OWN}),
     ev.Tokens: Route("festina.v1.evt.gateway.{id}.tokens", LOCAL, {GATEWAY: OWN}),
     ev.Ack: Route("festina.v1.cmd.gpu.{id}.ack", GATEWAY, {LOCAL: OWN}),
@@ -91,6 +94,7 @@ ROUTES: dict[type[ev.Message], Route] = {
 }
 
 
+@lru_cache(maxsize=4096)
 def subject_of(message_type: type[ev.Message], to: str) -> str:
     """Return the subject on which a message of this type reaches (or is about) `to`."""
     return ROUTES[message_type].subject.format(id=slug(to))

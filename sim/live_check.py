@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from services.local_sched.made_up import VocabSlice, answer
 from services.cli.supervise import free_port
+from services.local_sched.made_up import VocabSlice, answer
 from shared.devices import device_for
 from shared.errors import FestinaError
 from shared.model import ModelSpec, Request

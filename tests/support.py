@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,13 +19,16 @@ from shared.config import Common
 
 
 class Servers:
-    """A real NATS and a real Redis-protocol server on free ports, which a test may stop and start again."""
+    """A real NATS and a real Redis-protocol server on free ports, which a test may stop and start again.
 
-    def __init__(self, folder: Path) -> None:
+    `nats` and `store` are further arguments of theirs.
+    """
+
+    def __init__(self, folder: Path, nats: Sequence[str] = (), store: Sequence[str] = ()) -> None:
         self.nats_port, self.store_port = free_port(), free_port()
         self._argv = {
-            "nats": nats_server_argv(self.nats_port),
-            "store": store_server_argv(self.store_port, folder),
+            "nats": [*nats_server_argv(self.nats_port), *nats],
+            "store": [*store_server_argv(self.store_port, folder), *store],
         }
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from services.consolidator.place import Room, need_bytes, usable_bytes
+from services.consolidator.place import Room, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
-from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec
+from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, is_outdated
 
 DRAINING = "draining"  # state of a GPU that takes no new work
 
@@ -93,17 +93,34 @@ class Cluster:
         engines = ((gpu, self.engine(gpu, model)) for gpu in placed)
         return [gpu for gpu, engine in engines if engine is None or engine.state != "failed"]
 
+    def is_outdated(self, engine: EngineSummary) -> bool:
+        """Say whether an engine serves another specification than the one registered now."""
+        spec = self.models.get(engine.model)
+        return spec is not None and is_outdated(engine, spec)
+
+    def ready_beside(self, instance: Instance) -> bool:
+        """Say whether another instance of the same model could serve it alone."""
+        others = (gpu for gpu in self.healthy(instance.model) if gpu not in instance.gpus)
+        engines = (self.engine(gpu, instance.model) for gpu in others)
+        return any(e is not None and e.state == "ready" and not self.is_outdated(e) for e in engines)
+
     # ---- memory
 
-    def need_bytes(self, model: str) -> int:
-        """Return the bytes a model takes on a GPU; one never heard of counts as none."""
+    def need_bytes(self, gpu: str, model: str) -> int:
+        """Return the bytes a model takes on a GPU; one never heard of counts as none.
+
+        Its KV memory is the pool that an engine gets there, or the least that is to be found.
+        """
         spec = self.models.get(model) or self.removed.get(model)
-        return need_bytes(spec, self._set.min_kv_bytes) if spec else 0
+        return spec.weight_bytes + self._kv_bytes(gpu) if spec else 0
+
+    def _kv_bytes(self, gpu: str) -> int:
+        return self.summaries[gpu].kv_pool_bytes or self._set.min_kv_bytes
 
     def free_bytes(self, gpu: str, models: Iterable[str]) -> int:
         """Return what placement may still use of a GPU that holds `models`; negative if that is too much."""
         usable = usable_bytes(self.summaries[gpu].total_bytes, self._set.safety_margin)
-        return usable - sum(self.need_bytes(model) for model in models)
+        return usable - sum(self.need_bytes(gpu, model) for model in models)
 
     def loaded_on(self, gpu: str) -> set[str]:
         """Return the models that hold memory on a GPU now."""
@@ -116,5 +133,5 @@ class Cluster:
             there = self.loaded_on(gpu).union(self.placed_on(gpu))
             if without not in there:
                 free_bytes = self.free_bytes(gpu, sorted(there))
-                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes))
+                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self._kv_bytes(gpu)))
         return rooms

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from services.consolidator.cluster import DRAINING, Cluster
 from services.consolidator.election import Election
 from services.consolidator.orders import Orders, is_busy
-from services.consolidator.place import IdleModel, Room, evict, need_bytes, place
+from services.consolidator.place import IdleModel, Room, evict, place
 from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.model import GpuSummary, Instance, ModelSpec, Placement
@@ -147,11 +147,13 @@ class ConsolidatorCore:
                 self._scaled_ms.pop(name, None)
             case ev.ScaleOut(model=name) if name in cluster.models and not cluster.healthy(name):
                 self._wanted[name] = now_ms + self._set.wanted_ms
-            case ev.Drain(gpu=gpu, on=True):
-                cluster.drained.add(gpu)
-            case ev.Drain(gpu=gpu, on=False) if gpu in cluster.drained:
-                cluster.drained.discard(gpu)
-                self._fill_up()
+            case ev.Drain(gpu=gpu, on=on):
+                self._announce = True  # whoever asks repeats it until it sees the answer
+                if on:
+                    cluster.drained.add(gpu)
+                elif gpu in cluster.drained:
+                    cluster.drained.discard(gpu)
+                    self._fill_up()
             case ev.PlacementChanged(placement=placement) if placement.version > self._placement.version:
                 self._follow(placement)
             case ev.ConsolidatorAlive(consolidator=peer):
@@ -206,7 +208,7 @@ class ConsolidatorCore:
             return
         models = self._cluster.models
         absent = [models[m] for m in self._to_place & models.keys() if not self._cluster.of_model(m)]
-        for name, gpu in place(absent, self._cluster.rooms(), self._set.min_kv_bytes).items():
+        for name, gpu in place(absent, self._cluster.rooms()).items():
             self._add(name, gpu)
         self._to_place.clear()
 
@@ -245,15 +247,28 @@ class ConsolidatorCore:
 
     def _expire_idle(self) -> None:
         """Let go every instance whose keep-alive has ended (3.5.2, when to trigger)."""
-        for instance in self._cluster.instances():
-            keep_alive_ms = self._cluster.models[instance.model].keep_alive_ms
-            if keep_alive_ms is None or instance.model in self._wanted:
-                continue
-            engines = [self._cluster.engine(gpu, instance.model) for gpu in instance.gpus]
-            if all(
-                e and e.state == "ready" and not is_busy(e) and e.idle_ms >= keep_alive_ms for e in engines
-            ):
+        cluster = self._cluster
+        for instance in cluster.instances():
+            keep_alive_ms = cluster.models[instance.model].keep_alive_ms
+            if keep_alive_ms is None:
+                keep_alive_ms = self._set.replica_keep_alive_ms
+            engines = [cluster.engine(gpu, instance.model) for gpu in instance.gpus]
+            ended = all(
+                e
+                and e.state == "ready"
+                and not is_busy(e)
+                and not cluster.is_outdated(e)
+                and e.idle_ms >= keep_alive_ms
+                for e in engines
+            )
+            if ended and instance.model not in self._wanted and not self._is_pinned(instance):
                 self._park(instance)
+
+    def _is_pinned(self, instance: Instance) -> bool:
+        """Say whether an instance is the last that can serve a model which is to stay loaded."""
+        spec = self._cluster.models.get(instance.model)
+        pinned = spec is not None and spec.keep_alive_ms is None
+        return pinned and not self._cluster.ready_beside(instance)
 
     def _keep_used(self, now_ms: float) -> None:
         """Place models where they are loaded: a request raced an unload, or the placement was lost."""
@@ -281,7 +296,7 @@ class ConsolidatorCore:
             if not self._cluster.healthy(name) and now_ms < until_ms:
                 model, failed = self._cluster.models[name], self._cluster.of_model(name)
                 rooms = [room for room in self._cluster.rooms(without=name) if room.engine == model.engine]
-                chosen = place([model], rooms, self._set.min_kv_bytes)
+                chosen = place([model], rooms)
                 if chosen:
                     for instance in failed:
                         self._cluster.remove(instance)
@@ -293,7 +308,7 @@ class ConsolidatorCore:
 
     def _evict_for(self, model: ModelSpec, rooms: list[Room]) -> None:
         idle = {room.gpu: tuple(self._evictable(room.gpu)) for room in rooms}
-        found = evict(need_bytes(model, self._set.min_kv_bytes), rooms, idle)
+        found = evict(model, rooms, idle)
         if found is not None:
             gpu, victims = found
             for instance in self._cluster.on_gpu(gpu):
@@ -303,13 +318,13 @@ class ConsolidatorCore:
 
     def _evictable(self, gpu: str) -> Iterator[IdleModel]:
         for engine in self._cluster.summaries[gpu].engines:
-            spec = self._cluster.models.get(engine.model)
-            pinned = engine.model in self._wanted or (spec is not None and spec.keep_alive_ms is None)
+            placed = [i for i in self._cluster.on_gpu(gpu) if i.model == engine.model]
+            pinned = engine.model in self._wanted or any(map(self._is_pinned, placed))
             idle = (
                 engine.state == "ready" and not is_busy(engine) and engine.idle_ms >= self._set.evict_idle_ms
             )
             if idle and not pinned:
-                yield IdleModel(engine.model, engine.idle_ms, self._cluster.need_bytes(engine.model))
+                yield IdleModel(engine.model, engine.idle_ms, self._cluster.need_bytes(gpu, engine.model))
 
     def _scale_out(self, now_ms: float, event: ev.ScaleOut) -> list[ev.Action]:
         """Add an instance to a model whose instances are all ready and too slow (reason: a ``deficit``)."""
@@ -320,8 +335,7 @@ class ConsolidatorCore:
             return []
         if not engines or not all(engine and engine.state == "ready" for engine in engines):
             return []
-        rooms = self._cluster.rooms(without=name)
-        chosen = place([self._cluster.models[name]], rooms, self._set.min_kv_bytes)
+        chosen = place([self._cluster.models[name]], self._cluster.rooms(without=name))
         if chosen:
             self._scaled_ms[name] = now_ms
             self._add(name, chosen[name])

@@ -57,7 +57,8 @@ class Orders:
         actions = self._load_missing(now_ms, summary, version)
         placed = self._cluster.placed_on(gpu)
         for engine in summary.engines:
-            if engine.model not in placed:
+            outdated = engine.state != "failed" and self._cluster.is_outdated(engine)
+            if engine.model not in placed or outdated:
                 actions += self._clear(now_ms, summary, engine, version)
         return actions
 
@@ -80,11 +81,12 @@ class Orders:
         actions: list[ev.Action] = []
         for model in self._cluster.placed_on(summary.gpu):
             engine, key = engines.get(model), (summary.gpu, model)
+            need_bytes = self._cluster.need_bytes(summary.gpu, model)
             if engine and engine.state == "ready":
                 self._loads.pop(key, None)
-            if (engine and engine.state != "failed") or self._cluster.need_bytes(model) > free_bytes:
+            if (engine and engine.state != "failed") or need_bytes > free_bytes:
                 continue
-            free_bytes -= self._cluster.need_bytes(model)
+            free_bytes -= need_bytes
             sent = self._loads.get(key)
             if sent is None or now_ms - sent.sent_ms >= self._load_wait_ms(sent, engine is not None):
                 self._loads[key] = _Sent(now_ms, sent.times + 1 if sent else 1)
@@ -102,10 +104,13 @@ class Orders:
     def _clear(
         self, now_ms: float, summary: GpuSummary, engine: EngineSummary, version: int
     ) -> list[ev.Action]:
-        """Get an engine off a GPU it has no place on: move what waits there, unload it once it is idle."""
+        """Get an engine off a GPU it has no place on: move what waits there, unload it once it is idle.
+
+        What waits for an outdated engine was meant for that: it is served there.
+        """
         key = (summary.gpu, engine.model)
-        removed = engine.model in self._cluster.removed
-        if engine.queued and not removed:
+        removed, outdated = engine.model in self._cluster.removed, self._cluster.is_outdated(engine)
+        if engine.queued and not removed and not outdated:
             return self._move_waiting(now_ms, summary, engine.model)
         known = removed or engine.model in self._cluster.models
         idle = not is_busy(engine) and (known or engine.idle_ms >= self._set.unknown_idle_ms)
@@ -115,7 +120,7 @@ class Orders:
         if not leaves or now_ms - sent_ms < self._set.order_retry_ms:
             return []
         self._unload_ms[key] = now_ms
-        if_idle_ms = 0.0 if removed else self._unless_used_ms(engine)
+        if_idle_ms = 0.0 if removed or outdated else self._unless_used_ms(engine)
         order = ev.Unload(model=engine.model, placement_version=version, if_idle_ms=if_idle_ms)
         return [ev.Send(to=summary.gpu, message=order), ev.Count(name="unloads")]
 
@@ -132,6 +137,7 @@ class Orders:
             (-engine.free_kv_bytes, gpu)
             for gpu in self._cluster.healthy(model)
             if (engine := self._cluster.engine(gpu, model)) and engine.state == "ready"
+            if not self._cluster.is_outdated(engine)
         ]
         if not ready or (key in self._moves and now_ms < self._moves[key].until_ms):
             return []

@@ -12,11 +12,19 @@ from shared.model import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is left of the memory that placement may use on a GPU, in bytes; negative: it is overfull."""
+    """What is left of the memory that placement may use on a GPU, in bytes; negative: it is overfull.
+
+    `kv_bytes` is the KV memory that each model there takes, or is at least to find.
+    """
 
     gpu: str
     engine: str
     free_bytes: int
+    kv_bytes: int
+
+    def need_bytes(self, model: ModelSpec) -> int:
+        """Return what a model takes there: its weights and its KV memory."""
+        return model.weight_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +41,39 @@ def usable_bytes(total_bytes: int, safety_margin: float) -> int:
     return int(total_bytes * (1.0 - safety_margin))
 
 
-def need_bytes(model: ModelSpec, min_kv_bytes: int) -> int:
-    """Return what a model takes on a GPU: its weights and the least KV memory it is to find."""
-    return model.weight_bytes + min_kv_bytes
-
-
-def place(models: Iterable[ModelSpec], rooms: Iterable[Room], min_kv_bytes: int) -> dict[str, str]:
+def place(models: Iterable[ModelSpec], rooms: Iterable[Room]) -> dict[str, str]:
     """Return the GPU of each model that fits, by worst-fit decreasing; the others are left out.
 
     Only GPUs of the model's engine kind count. Ties go to the first by name, so the result does not depend on
     the order of the arguments. Cost: models times GPUs.
     """
-    free_bytes = {room.gpu: room.free_bytes for room in rooms}
-    engine_of = {room.gpu: room.engine for room in rooms}
+    room_of = {room.gpu: room for room in rooms}
+    free_bytes = {gpu: room.free_bytes for gpu, room in room_of.items()}
     chosen: dict[str, str] = {}
     for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
-        fitting = [gpu for gpu, engine in engine_of.items() if engine == model.engine]
-        gpu = min(fitting, key=lambda g: (-free_bytes[g], g), default=None)
-        need = need_bytes(model, min_kv_bytes)
-        if gpu is not None and free_bytes[gpu] >= need:
+        left_bytes = {
+            gpu: free_bytes[gpu] - room.need_bytes(model)
+            for gpu, room in room_of.items()
+            if room.engine == model.engine
+        }
+        gpu = min(left_bytes, key=lambda g: (-left_bytes[g], g), default=None)
+        if gpu is not None and left_bytes[gpu] >= 0:
             chosen[model.name] = gpu
-            free_bytes[gpu] -= need
+            free_bytes[gpu] = left_bytes[gpu]
     return chosen
 
 
 def evict(
-    need: int, rooms: Iterable[Room], idle: Mapping[str, Collection[IdleModel]]
+    model: ModelSpec, rooms: Iterable[Room], idle: Mapping[str, Collection[IdleModel]]
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the GPU where unloading idle models gives `need` bytes, and those models; else None.
+    """Return the GPU where unloading idle models makes room for `model`, and those idle models; else None.
 
     On each GPU the longest idle leave first, no more than it takes. The best GPU is the one whose most
     recently used victim has been idle longest, then the one with fewer victims.
     """
     best: tuple[float, int, str, tuple[str, ...]] | None = None
     for room in rooms:
-        free_bytes, victims, least_idle_ms = room.free_bytes, [], float("inf")
+        need, free_bytes, victims, least_idle_ms = room.need_bytes(model), room.free_bytes, [], float("inf")
         for candidate in sorted(idle.get(room.gpu, ()), key=lambda c: (-c.idle_ms, c.model)):
             if free_bytes >= need:
                 break

@@ -24,6 +24,7 @@ class ConsolidatorSettings(Struct):
         wanted_ms: time for which a request for a model is remembered while no GPU has room for it.
         scale_out_dwell_ms: least time between two further instances of one model.
         move_timeout_ms: a migrator silent for this long about a move has lost it.
+        replica_keep_alive_ms: keep-alive of every instance but the last of a model that is to stay loaded.
         unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
     """
 
@@ -41,6 +42,7 @@ class ConsolidatorSettings(Struct):
     wanted_ms: float = 10_000.0
     scale_out_dwell_ms: float = 5_000.0
     move_timeout_ms: float = 30_000.0
+    replica_keep_alive_ms: float = 60_000.0
     unknown_idle_ms: float = 60_000.0
 
     def __post_init__(self) -> None:

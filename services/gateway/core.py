@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from services.gateway.drains import Drains
 from services.gateway.events import (
     STOPPED,
     AddModel,
@@ -47,6 +48,7 @@ __all__ = [
     "SetTenant",
 ]
 
+MODEL_NOT_FOUND = "model_not_found"  # code of a scheduler's rejection
 NO_REPORT = "stopped by a stop string, and its GPU did not report in time"
 
 
@@ -72,6 +74,7 @@ class GatewayCore:
         self._held: Counter[str] = Counter()  # requests in flight, by tenant
         self._weights: dict[str, float] = {}
         self._drain = DrainRate()
+        self._drains = Drains(settings.drain_repeat_ms, settings.drain_give_up_ms)
         self._asks: list[tuple[float, int, str]] = []
         self._stops: deque[tuple[float, str]] = deque()  # (due, request) of those that wait for a report
         self._order = count()
@@ -82,13 +85,14 @@ class GatewayCore:
             ClientGone: self._client_gone,
             ev.Admitted: self._admitted,
             ev.Deferred: self._deferred,
+            ev.Placed: self._placed,
             ev.Rejected: self._rejected,
             ev.Tokens: self._tokens,
             ev.Moved: self._moved,
             ev.SummaryChanged: self._summary_changed,
             ev.ModelRegistered: lambda event: self.registry.add(event.model),
             ev.ModelRemoved: lambda event: self.registry.remove(event.model),
-            ev.PlacementChanged: lambda event: None,
+            ev.PlacementChanged: self._placement_changed,
             ev.GatewayAlive: lambda event: None,  # heard for what it says of our own bus
             ev.Tick: self._tick,
             ev.BusLost: self._bus_lost,
@@ -96,7 +100,7 @@ class GatewayCore:
             AddModel: self._add_model,
             RemoveModel: self._remove_model,
             SetTenant: lambda event: self._do(ev.Put(tenant_key(event.tenant.name), event.tenant)),
-            DrainGpu: lambda event: self._send(event.gpu, ev.Drain(gpu=event.gpu, on=event.on)),
+            DrainGpu: self._drain_gpu,
         }
 
     @property
@@ -107,7 +111,7 @@ class GatewayCore:
     @property
     def wake_ms(self) -> float | None:
         """When the core next wants a `Tick`."""
-        due_ms = min(self._alive_due_ms, self._liveness.due_ms)
+        due_ms = min(self._alive_due_ms, self._liveness.due_ms, self._drains.due_ms)
         if self._asks:
             due_ms = min(due_ms, self._asks[0][0])
         if self._stops:
@@ -192,13 +196,26 @@ class GatewayCore:
     def _deferred(self, event: ev.Deferred) -> None:
         owned = self._asking(event.request_id, event.attempt)
         if owned is not None:
-            owned.deferred = event.reason
+            owned.deferred, owned.asked = event.reason, True
             self._ask_at(owned, self._now_ms + self.settings.deferred_ask_ms)
+
+    def _placed(self, event: ev.Placed) -> None:
+        """A scheduler has handed the attempt to a GPU: ask no other one, unless that goes on for long."""
+        owned = self._asking(event.request_id, event.attempt)
+        if owned is not None:
+            owned.deferred, owned.asked = f"{event.gpu} has not answered", True
+            self._ask_at(owned, self._now_ms + self.settings.ask_again_ms)
 
     def _rejected(self, event: ev.Rejected) -> None:
         owned = self._asking(event.request_id, event.attempt)
-        if owned is not None:
-            self._fail(owned, event.status, event.code, event.message, event.retry_after_s)
+        if owned is None:
+            return
+        if event.code == MODEL_NOT_FOUND and owned.request.model in self.registry.models:
+            # a scheduler that was cut off when the model was added; it will have read of it by and by
+            owned.deferred, owned.asked = "no scheduler knows its model yet", False
+            self._ask_at(owned, self._now_ms + self.settings.ask_again_ms)
+            return
+        self._fail(owned, event.status, event.code, event.message, event.retry_after_s)
 
     def _asking(self, request_id: str, attempt: int) -> Owned | None:
         owned = self._inflight.get(request_id)
@@ -316,23 +333,32 @@ class GatewayCore:
     def _begin(self, owned: Owned) -> None:
         owned.gpu = ""
         owned.deferred = ""
+        owned.asked = False
         owned.give_up_ms = self._now_ms + self.settings.dispatch_timeout_ms
         self._ask(owned)
 
     def _ask(self, owned: Owned) -> None:
-        if self.bus_up:
-            message = ev.Dispatch(
-                request=replace(
-                    owned.request,
-                    attempt=owned.attempt,
-                    output_tokens=tuple(owned.output),
-                    waited_ms=owned.request.waited_ms + self._now_ms - owned.arrived_ms,
-                ),
-                excluded=self._excluded(owned),
-            )
-            self._send("any", message)
-        again_ms = self.settings.deferred_ask_ms if owned.deferred else self.settings.ask_again_ms
-        self._ask_at(owned, self._now_ms + again_ms)
+        """Have the attempt placed; one that was asked for before perhaps is, so first ask who has it."""
+        if not self.bus_up:
+            pass  # all are asked for when it is back
+        elif owned.asked:
+            owned.asked = False
+            self._send("any", ev.Inquire(request_id=owned.request.request_id, attempt=owned.attempt))
+        else:
+            owned.asked = True
+            self._send("any", self._dispatch(owned))
+        self._ask_at(owned, self._now_ms + self.settings.ask_again_ms / 2)
+
+    def _dispatch(self, owned: Owned) -> ev.Dispatch:
+        return ev.Dispatch(
+            request=replace(
+                owned.request,
+                attempt=owned.attempt,
+                output_tokens=tuple(owned.output),
+                waited_ms=owned.request.waited_ms + self._now_ms - owned.arrived_ms,
+            ),
+            excluded=self._excluded(owned),
+        )
 
     def _ask_at(self, owned: Owned, at_ms: float) -> None:
         owned.ask_at_ms = min(at_ms, owned.give_up_ms)
@@ -452,6 +478,9 @@ class GatewayCore:
             for gpu, acks in self._acks.items():
                 self._send(gpu, ev.Ack(gateway=self.gateway, acks=tuple(acks.values())))
             self._acks.clear()
+        drains = self._drains.due(self._now_ms)
+        for drain in drains if self.bus_up else ():
+            self._send(drain.gpu, drain)
         if self._now_ms >= self._alive_due_ms:
             self._be_alive()
 
@@ -490,6 +519,14 @@ class GatewayCore:
             self._ask(owned)
 
     # ---- admin
+
+    def _drain_gpu(self, event: DrainGpu) -> None:
+        drain = ev.Drain(gpu=event.gpu, on=event.on)
+        self._drains.ask(self._now_ms, drain)
+        self._send(drain.gpu, drain)
+
+    def _placement_changed(self, event: ev.PlacementChanged) -> None:
+        self._drains.shown(event.placement)
 
     def _add_model(self, event: AddModel) -> None:
         self.registry.add(event.model)

@@ -12,6 +12,7 @@ from shared.model import Request, RequestEnd
 class Owned:
     """A request in flight. `gpu` is empty until one has admitted the current attempt.
 
+    `asked`: the last that was sent for it is a `Dispatch`, so the next is an `Inquire`, and so on.
     `stopping`: its client has all its text, and only the GPU's report is still waited for. `energy_j` is what
     earlier attempts reported, and `unreported` the GPUs of those that did not.
     """
@@ -26,6 +27,7 @@ class Owned:
     first_token_ms: float | None = None
     last_token_ms: float = 0.0
     progress_ms: float = 0.0  # last admission or token
+    asked: bool = False
     ask_at_ms: float = 0.0
     give_up_ms: float = 0.0
     deferred: str = ""

@@ -1,6 +1,6 @@
 """What the gateway knows of the system: the models by name, and the newest summary of each GPU."""
 
-from shared.model import GpuSummary, ModelSpec, slug
+from shared.model import GpuSummary, ModelSpec, is_outdated, slug
 
 
 class Registry:
@@ -48,6 +48,9 @@ class Registry:
     def state_of(self, name: str) -> str:
         """Return ``ready`` if some GPU can run the model now, ``loading`` if one soon can, else ``cold``."""
         states = {
-            engine.state for summary in self.live_gpus() for engine in summary.engines if engine.model == name
+            engine.state
+            for summary in self.live_gpus()
+            for engine in summary.engines
+            if engine.model == name and not is_outdated(engine, self.models[name])
         }
         return next((state for state in ("ready", "loading") if state in states), "cold")

@@ -9,11 +9,14 @@ class GatewaySettings(Struct):
 
     Args:
         host, port: where the REST API listens; port 0 takes a free one.
-        ask_again_ms: a dispatch that nobody answers is sent again after this long.
+        ask_again_ms: a dispatch that nobody answers is sent again after this long; half-way, all schedulers
+            are asked who has it, and one that says so has another such time.
         deferred_ask_ms: the same once a global scheduler has said that it keeps the request.
         dispatch_timeout_ms: an attempt that no GPU has taken by then fails with 503.
         ack_interval_ms: acknowledgements to a GPU are batched for this long.
         alive_interval_ms: time between two heartbeats of this gateway.
+        drain_repeat_ms: a drain order is repeated this often until a placement shows it.
+        drain_give_up_ms: but for no longer than this.
         check_interval_ms: time between two looks for silent GPUs.
         gpu_silent_ms: a GPU not heard of for this long is lost (three heartbeats).
         bus_grace_ms: after the bus is back, GPUs get this much longer to be heard of: they reconnect too.
@@ -36,6 +39,8 @@ class GatewaySettings(Struct):
     dispatch_timeout_ms: float = 60_000.0
     ack_interval_ms: float = 50.0
     alive_interval_ms: float = 500.0
+    drain_repeat_ms: float = 1_000.0
+    drain_give_up_ms: float = 60_000.0
     check_interval_ms: float = 250.0
     gpu_silent_ms: float = 1_500.0
     bus_grace_ms: float = 3_000.0

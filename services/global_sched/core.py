@@ -18,7 +18,7 @@ from services.global_sched.view import ClusterView, GpuView, Reservation, lut_fo
 from shared import events as ev
 from shared.errors import ConfigError
 from shared.lut import Lut, unpack
-from shared.model import GpuSummary, ModelSpec, Placement
+from shared.model import GpuSummary, ModelSpec, Placement, Request, is_outdated
 from shared.overload import NEWCOMERS_PART, DrainRate, ahead
 from shared.shelf import Shelf
 from shared.subjects import learnt_key
@@ -57,6 +57,7 @@ class GlobalSchedCore:
         self._placement = Placement(version=0)
         self._waiting = WaitingRoom()
         self._sent = SentBook(settings.remember_ms, settings.max_remembered)
+        self._rejected: dict[str, int] = {}  # by request, the highest attempt that was turned away
         self._scale_outs = ScaleOuts(scheduler, settings)
         self._drains: dict[str, DrainRate] = {}
 
@@ -75,6 +76,8 @@ class GlobalSchedCore:
         match event:
             case ev.Dispatch():
                 return self._dispatch(now_ms, event)
+            case ev.Inquire():
+                return self._inquire(now_ms, event)
             case ev.Refused():
                 return self._refused(now_ms, event)
             case ev.SummaryChanged(summary=summary):
@@ -123,7 +126,8 @@ class GlobalSchedCore:
         request = event.request
         waiting, sent = self._waiting.get(request.request_id), self._sent.get(request.request_id)
         known = waiting or (sent.ask if sent else None)
-        if known is not None and request.attempt < known.request.attempt:
+        newest = max(known.request.attempt if known else 0, self._rejected.get(request.request_id, 0))
+        if request.attempt < newest:
             return []
         if known is not None and request.attempt == known.request.attempt:
             return [waiting.deferred(self._scheduler)] if waiting else self._again(now_ms, sent)
@@ -131,6 +135,17 @@ class GlobalSchedCore:
             self._waiting.leave(waiting)
         self._sent.pop(request.request_id)
         return self._place(now_ms, Ask(request, event.excluded, heard_ms=now_ms, span_ms=now_ms))
+
+    def _inquire(self, now_ms: float, event: ev.Inquire) -> list[ev.Action]:
+        """Answer for an attempt that waits here or has been sent; any other is somebody else's."""
+        waiting, sent = self._waiting.get(event.request_id), self._sent.get(event.request_id)
+        ask = waiting or (sent.ask if sent else None)
+        if ask is None or ask.request.attempt != event.attempt:
+            return []
+        if sent is None or self._view.get(sent.gpu, now_ms) is None:
+            return [ask.deferred(self._scheduler)] if waiting else self._again(now_ms, sent)
+        placed = ev.Placed(request_id=event.request_id, attempt=event.attempt, gpu=sent.gpu)
+        return [*self._again(now_ms, sent), ev.Send(to=ask.request.gateway, message=placed)]
 
     def _again(self, now_ms: float, sent: Sent | None) -> list[ev.Action]:
         """A sent attempt is asked for again: the GPU's answer, or the Submit, may have been lost."""
@@ -357,10 +372,18 @@ class GlobalSchedCore:
         self, now_ms: float, ask: Ask, status: int, code: str, message: str, excess: float = 0.0
     ) -> list[ev.Action]:
         self._waiting.leave(ask)
+        self._remember_rejected(ask.request)
         retry_after_s = self._settings.retry_after_s
         if excess > 0:
             retry_after_s = self._drain(ask.request.model).retry_after_s(now_ms, excess, retry_after_s)
         return ask.rejected(now_ms, status, code, message, retry_after_s)
+
+    def _remember_rejected(self, request: Request) -> None:
+        """Keep in mind that no lower attempt is wanted: a late one must not be placed."""
+        self._rejected.pop(request.request_id, None)
+        self._rejected[request.request_id] = request.attempt
+        if len(self._rejected) > self._settings.max_remembered:
+            del self._rejected[next(iter(self._rejected))]
 
     def _note(self, now_ms: float, model: str, late: bool) -> list[ev.Action]:
         """Count a dispatch, and ask for a further instance if the deficit is sustained."""
@@ -381,6 +404,7 @@ class GlobalSchedCore:
             view
             for view in self._view.with_model(spec.name, now_ms)
             if view.engines[spec.name].state == "ready"
+            and not is_outdated(view.engines[spec.name], spec)
             and view.summary.engine == spec.engine
             and view.summary.state != "draining"
             and view.gpu not in self._placement.drained

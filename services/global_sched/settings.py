@@ -24,7 +24,7 @@ class GlobalSettings(Struct):
         model_wait_ms: longest such wait before the answer is 503.
         resend_after_ms: a request asked for again this long after it was sent is sent again.
         remember_ms: time for which a sent request is remembered.
-        max_remembered: sent requests remembered at most; the oldest go first.
+        max_remembered: sent requests remembered at most, and as many rejected ones; the oldest go first.
         max_start_ms: a new request that is expected to wait longer than this for its start is turned away.
         drain_window_ms: time constant over which requests served are counted per model, for that estimate.
         retry_refused_ms: a GPU that refused an attempt is tried again with it at most this often.
@@ -48,7 +48,7 @@ class GlobalSettings(Struct):
     max_queued: int = 512
     max_pending: int = 4096
     model_wait_ms: float = 30_000.0
-    resend_after_ms: float = 1_000.0
+    resend_after_ms: float = 500.0
     remember_ms: float = 30_000.0
     max_remembered: int = 65_536
     max_start_ms: float = 30_000.0

@@ -31,6 +31,7 @@ class LocalSchedCore:
         device: row of the device table.
         started_ms: when this process started; tells its summaries from an earlier one's.
         lut_for: makes the look-up table of a model that has none in the store; by default it is modelled.
+        elastic_kv: whether emulated engines share the free memory for KV; vLLM's never do.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class LocalSchedCore:
         settings: LocalSettings,
         started_ms: float,
         lut_for: Callable[[Device, ModelSpec], Lut] = build,
+        elastic_kv: bool = True,
     ) -> None:
         self.state = State(
             gpu=gpu,
@@ -54,6 +56,7 @@ class LocalSchedCore:
             ledger=Ledger(int(device.total_bytes * (1.0 - settings.memory_margin))),
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
+            elastic_kv=elastic_kv and engine == engines.EMULATED,
         )
         handlers: dict[type, Callable[[State, float, Any], list[ev.Action]]] = {
             ev.Submit: admission.submit,
@@ -129,24 +132,26 @@ def _beat(state: State, now_ms: float) -> list[ev.Action]:
     for scheduler, heard_ms in list(state.schedulers.items()):
         if now_ms - heard_ms >= state.settings.scheduler_lease_ms:
             del state.schedulers[scheduler], state.admitted_through[scheduler]
+    actions = engines.give_up_loading(state, now_ms)
     if state.bus_lost:
-        return []  # nobody else's silence means anything now
-    actions: list[ev.Action] = [*state.outbox.resend(now_ms, state.settings.resend_ms)]
+        return actions  # nobody else's silence means anything now
+    actions += state.outbox.resend(now_ms, state.settings.resend_ms)
     lease_ms = state.settings.gateway_lease_ms
     for gateway in [g for g, heard_ms in state.gateways.items() if now_ms - heard_ms >= lease_ms]:
-        actions += ends.abort_gateway(state, now_ms, gateway)
+        actions += ends.give_up_gateway(state, now_ms, gateway)
+    state.outbox.forget_silent(now_ms, state.settings.gateway_forget_ms)
     return actions
 
 
 def _acknowledged(state: State, now_ms: float, event: ev.Ack) -> list[ev.Action]:
     state.gateways[event.gateway] = now_ms
     state.outbox.acknowledge(event.acks)
-    return []
+    return [*state.outbox.hear(event.gateway, now_ms)]
 
 
 def _gateway_alive(state: State, now_ms: float, event: ev.GatewayAlive) -> list[ev.Action]:
     state.gateways[event.gateway] = now_ms
-    return []
+    return [*state.outbox.hear(event.gateway, now_ms)]
 
 
 def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) -> list[ev.Action]:

@@ -30,14 +30,18 @@ def abort(state: State, now_ms: float, event: Abort) -> list[Action]:
     return abandon(state, now_ms, work, event.reason or "aborted")
 
 
-def abort_gateway(state: State, now_ms: float, gateway: str) -> list[Action]:
-    """Stop all work of a gateway that has been silent for longer than its lease."""
-    actions: list[Action] = [Count(name="gateways_lost")]
-    for work in [w for w in state.works.values() if w.request.gateway == gateway]:
-        actions += abandon(state, now_ms, work, f"gateway {gateway} is silent")
-    state.outbox.drop_gateway(gateway)
+def give_up_gateway(state: State, now_ms: float, gateway: str) -> list[Action]:
+    """End all work of a gateway that has been silent for longer than its lease.
+
+    The ends wait in the outbox for a while: a gateway that was only cut off is told of them when it is back,
+    and can start its next attempts at once.
+    """
+    works = [work for work in state.works.values() if work.request.gateway == gateway]
+    lease_s = state.settings.gateway_lease_ms / 1000.0
+    actions = fail(state, now_ms, works, f"{state.gpu} heard nothing of gateway {gateway} for {lease_s:g} s")
+    state.outbox.silence(gateway, now_ms)
     del state.gateways[gateway]
-    return actions
+    return [Count(name="gateways_lost"), *actions]
 
 
 def abandon(state: State, now_ms: float, work: Work, reason: str) -> list[Action]:

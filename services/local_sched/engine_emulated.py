@@ -11,7 +11,6 @@ from services.local_sched.emulated import EmulatedGpu
 from shared.engine import DeviceSampled, Order
 from shared.events import Event
 
-
 LOOP_TICK_S = 0.001
 """Finest timer of the event loop. Device time that is sped up must not be rounded up to it at every step."""
 

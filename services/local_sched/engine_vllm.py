@@ -45,9 +45,13 @@ EXIT_S = 5.0
 
 @dataclass(eq=False)
 class _Engine:
-    """One child: the orders on their way to it, the requests it has, and why it ended, once that is known."""
+    """One child: the orders on their way to it, the requests it has, and why it ended, once that is known.
+
+    `leave` is set when it is to end; `unloading` says that this was ordered.
+    """
 
     model: str
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
     orders: asyncio.Queue[EngineOrder] = field(default_factory=lambda: asyncio.Queue(MAX_ORDERS))
     requests: set[str] = field(default_factory=set)
     process: Process | None = None
@@ -122,7 +126,7 @@ class VllmEngines:
     def _unload(self, name: str) -> None:
         if engine := self._engines.pop(name, None):
             engine.unloading = True
-            self._lives[engine].cancel()
+            engine.leave.set()
 
     def _pass_on(self, engine: _Engine, order: RunRequest | StopRequest | SetPlan) -> None:
         """Queue an order for the child; one that has let the queue fill up counts as dead."""
@@ -136,28 +140,38 @@ class VllmEngines:
         except asyncio.QueueFull:
             engine.reason = f"it takes no orders: {MAX_ORDERS} are waiting"
             del self._engines[engine.model]
-            self._lives[engine].cancel()
+            engine.leave.set()
 
     async def _live(self, engine: _Engine) -> None:
-        """Run one child from its start to its end, and report the end."""
+        """Run one child from its start to its end, and report the end, however it comes about."""
         log_path = self._run_dir / f"vllm-{slug(engine.model)}.log"
-        temp_dir = tempfile.TemporaryDirectory(prefix="vllm-", dir=self._run_dir)
         try:
-            await self._talk(engine, log_path, child_environment(os.environ, temp_dir.name))
-        except asyncio.CancelledError:
-            pass  # unloaded or given up: the socket is closed, which is what tells the child to end
+            folder = tempfile.TemporaryDirectory("", "vllm-", self._run_dir, ignore_cleanup_errors=True)
+            with folder as temp_dir:
+                try:
+                    await self._run(engine, log_path, child_environment(os.environ, temp_dir))
+                finally:
+                    self._forget(engine)  # it may take seconds to end, and takes no orders any more
+                    await _ended(engine.process)
         except (OSError, msgspec.DecodeError) as error:
             engine.reason = f"{self._python} could not be started or understood: {error}"
-        status = await _ended(engine.process) if engine.process else None
-        temp_dir.cleanup()
+        finally:
+            self._forget(engine)
+            del self._lives[engine]
+            reason = "" if engine.unloading else f"{engine.reason or _cause(engine.process)}; see {log_path}"
+            self._report(EngineEnded(model=engine.model, reason=reason))
+
+    def _forget(self, engine: _Engine) -> None:
         if self._engines.get(engine.model) is engine:
             del self._engines[engine.model]
-        del self._lives[engine]
-        reason = "" if engine.unloading else f"{engine.reason or _cause(status)}; see {log_path}"
-        self._report(EngineEnded(model=engine.model, reason=reason))
 
-    async def _talk(self, engine: _Engine, log_path: Path, environment: dict[str, str]) -> None:
-        """Start the child and exchange orders and reports with it until it closes its end of the socket."""
+    async def _run(self, engine: _Engine, log_path: Path, environment: dict[str, str]) -> None:
+        """Start the child and talk with it until either side has had enough.
+
+        Closing the socket, which happens on return, is what tells the child to end.
+        """
+        if engine.leave.is_set():
+            return
         ours, theirs = socket.socketpair()
         with ours, theirs, log_path.open("ab") as log:
             engine.process = await asyncio.create_subprocess_exec(
@@ -170,18 +184,30 @@ class VllmEngines:
                 start_new_session=True,  # an interrupt from the terminal is not for the child
             )
             theirs.close()
-            reader, writer = await asyncio.open_connection(sock=ours)
-            sender = asyncio.create_task(_send(engine.orders, writer))
+            talk = asyncio.create_task(self._talk(engine, ours))
+            leave = asyncio.create_task(engine.leave.wait())
             try:
-                while header := await reader.read(1):
-                    header += await reader.readexactly(HEADER.size - 1)
-                    (length,) = HEADER.unpack(header)
-                    self._hear(engine, decode_report(await reader.readexactly(length)))
-            except (asyncio.IncompleteReadError, ConnectionResetError):
-                pass  # killed in the middle of a report
+                await asyncio.wait((talk, leave), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                sender.cancel()
-                writer.transport.abort()
+                leave.cancel()
+                talk.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await talk
+
+    async def _talk(self, engine: _Engine, ours: socket.socket) -> None:
+        """Exchange orders and reports with the child until it closes its end of the socket."""
+        reader, writer = await asyncio.open_connection(sock=ours)
+        sender = asyncio.create_task(_send(engine.orders, writer))
+        try:
+            while header := await reader.read(1):
+                header += await reader.readexactly(HEADER.size - 1)
+                (length,) = HEADER.unpack(header)
+                self._hear(engine, decode_report(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            pass  # killed in the middle of a report
+        finally:
+            sender.cancel()
+            writer.transport.abort()
 
     def _hear(self, engine: _Engine, report: EngineReport) -> None:
         match report:
@@ -226,16 +252,19 @@ async def _send(orders: "asyncio.Queue[EngineOrder]", writer: asyncio.StreamWrit
             await writer.drain()
 
 
-async def _ended(process: Process) -> int:
-    """Return a child's exit status once it has ended; kill it if it does not end by itself."""
+async def _ended(process: Process | None) -> None:
+    """Return once a child has ended; kill it if it does not end by itself."""
+    if process is None:
+        return
     try:
-        return await asyncio.wait_for(process.wait(), EXIT_S)
+        await asyncio.wait_for(process.wait(), EXIT_S)
     except TimeoutError:
         process.kill()
-        return await process.wait()
+        await process.wait()
 
 
-def _cause(status: int | None) -> str:
+def _cause(process: Process | None) -> str:
+    status = process.returncode if process else None
     if status is not None and status < 0:
         return f"its process was ended by {signal.Signals(-status).name}"
     return f"its process ended with status {status}"

@@ -24,16 +24,17 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
     if engine is not None and engine.state in ("loading", "ready"):
         return []
     if engine is not None and engine.state == "unloading":
-        engine.spec, engine.load_again = event.model, True
+        engine.spec, engine.load_again = event.model, not engine.gave_up
         return []
     return _load(state, now_ms, event.model)
 
 
 def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
-    engine = state.engines[spec.name] = Engine(spec=spec, lut=state.lut(spec), used_ms=now_ms)
-    pool_bytes = state.settings.kv_pool_bytes
-    if not pool_bytes and state.engine_kind != EMULATED:
-        pool_bytes = int(state.settings.fixed_pool_share * state.ledger.capacity_bytes)
+    lut, settings = state.lut(spec), state.settings
+    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * lut.load_ms())
+    engine = Engine(spec=spec, lut=lut, used_ms=now_ms, load_due_ms=now_ms + limit_ms)
+    state.engines[spec.name] = engine
+    pool_bytes = state.kv_pool_bytes
     if spec.engine != state.engine_kind:
         reason = f"{spec.name} needs a {spec.engine} engine; {state.gpu} runs {state.engine_kind}"
     elif not state.ledger.open(spec, pool_bytes, state.device.block_tokens):
@@ -64,6 +65,21 @@ def unload(state: State, now_ms: float, event: Unload) -> list[Action]:
     return [UnloadEngine(model=event.model)]
 
 
+def give_up_loading(state: State, now_ms: float) -> list[Action]:
+    """End engines that hang while they load, and what waits for them; they have failed once they are gone."""
+    actions: list[Action] = []
+    for model, engine in state.engines.items():
+        if engine.state != "loading" or now_ms < engine.load_due_ms:
+            continue
+        loading_s = (now_ms - engine.used_ms) / 1000.0
+        engine.gave_up = f"{model} was still not loaded after {loading_s:.0f} s"
+        engine.state, engine.reason = "unloading", engine.gave_up
+        works = [work for work in state.works.values() if work.request.model == model]
+        actions += [*fail(state, now_ms, works, engine.gave_up), UnloadEngine(model=model)]
+        state.changed()
+    return actions
+
+
 def busy(state: State, model: str) -> bool:
     """Say whether a request of a model runs, waits, or may arrive here by a move."""
     here = any(work.request.model == model for work in state.works.values())
@@ -75,7 +91,7 @@ def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
     engine = state.engines.get(event.model)
     if engine is None or engine.state != "loading":
         return []  # an order to unload it is on its way
-    elastic = state.engine_kind == EMULATED and not state.settings.kv_pool_bytes
+    elastic = state.elastic_kv and not state.settings.kv_pool_bytes
     state.ledger.resize(event.model, 0 if elastic else event.kv_pool_bytes, event.block_tokens)
     engine.state, engine.used_ms = "ready", now_ms
     state.changed()
@@ -87,9 +103,9 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     engine = state.engines.get(event.model)
     if engine is None or engine.state == "failed":
         return []
-    asked = engine.state == "unloading"
+    asked = engine.state == "unloading" and not engine.gave_up
     works = [work for work in state.works.values() if work.request.model == event.model]
-    reason = f"engine died: {event.reason or 'no reason given'}"
+    reason = engine.gave_up or f"engine died: {event.reason or 'no reason given'}"
     engine.running.clear()  # nothing can be stopped in it any more
     actions = fail(state, now_ms, works, reason)
     for move_id, transfer in list(state.moves.transfers.items()):

@@ -35,11 +35,13 @@ class Outbox:
         self.gpu = gpu
         self.limit = limit
         self.entries: dict[tuple[str, int], Unacknowledged] = {}
+        self.silent: dict[str, float] = {}  # gateways that are not listening, since when
 
     @property
     def pending(self) -> bool:
-        """Whether anything is unacknowledged."""
-        return any(entry.tokens or entry.end for entry in self.entries.values())
+        """Whether anything is unacknowledged by a gateway that listens."""
+        waiting = (entry for entry in self.entries.values() if entry.tokens or entry.end)
+        return any(entry.gateway not in self.silent for entry in waiting)
 
     def send(self, now_ms: float, deltas: Iterable[tuple[str, TokenDelta]]) -> list[Send]:
         """Keep (gateway, delta) pairs and return one message per gateway that carries them."""
@@ -59,11 +61,18 @@ class Outbox:
             if ack.ended and entry.end is not None:
                 del self.entries[key]
 
-    def resend(self, now_ms: float, older_than_ms: float = 0.0, request_id: str = "") -> list[Send]:
-        """Return again what was sent at least `older_than_ms` ago and not acknowledged (of one request)."""
+    def resend(
+        self, now_ms: float, older_than_ms: float = 0.0, request_id: str = "", gateway: str = ""
+    ) -> list[Send]:
+        """Return again what was sent at least `older_than_ms` ago and not acknowledged.
+
+        With `request_id` or `gateway` only what is of that; what is meant for silent gateways waits.
+        """
         deltas = []
         for (owner, attempt), entry in self.entries.items():
             if request_id not in ("", owner) or now_ms - entry.sent_ms < older_than_ms:
+                continue
+            if entry.gateway in self.silent or gateway not in ("", entry.gateway):
                 continue
             if entry.tokens or entry.end:
                 entry.sent_ms = now_ms
@@ -83,9 +92,22 @@ class Outbox:
         for lower in range(1, attempt + 1):
             self.entries.pop((request_id, lower), None)
 
-    def drop_gateway(self, gateway: str) -> None:
-        """Forget all that is meant for a gateway that is gone."""
-        self.entries = {key: entry for key, entry in self.entries.items() if entry.gateway != gateway}
+    def silence(self, gateway: str, now_ms: float) -> None:
+        """Keep what is meant for a gateway until it is heard again."""
+        self.silent[gateway] = now_ms
+
+    def hear(self, gateway: str, now_ms: float) -> list[Send]:
+        """A gateway listens; returns what waited for that, if it did not before."""
+        if self.silent.pop(gateway, None) is None:
+            return []
+        return self.resend(now_ms, gateway=gateway)
+
+    def forget_silent(self, now_ms: float, after_ms: float) -> None:
+        """Forget all that is meant for gateways that have been silent for so long."""
+        gone = {gateway for gateway, since_ms in self.silent.items() if now_ms - since_ms >= after_ms}
+        if gone:
+            self.entries = {key: entry for key, entry in self.entries.items() if entry.gateway not in gone}
+            self.silent = {gateway: ms for gateway, ms in self.silent.items() if gateway not in gone}
 
     def _keep(self, now_ms: float, gateway: str, delta: TokenDelta) -> TokenDelta:
         """Keep a delta; returns it as it is to be sent."""

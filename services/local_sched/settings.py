@@ -9,7 +9,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         heartbeat_ms: a summary is sent at least this often; its key expires after three.
         summary_interval_ms: least time between two summaries, so that none is sent per engine step.
-        gateway_lease_ms: work of a gateway silent for longer is aborted.
+        gateway_lease_ms: work of a gateway silent for longer is ended.
+        gateway_forget_ms: the ends of that work are kept for this long, to be told if the gateway comes back.
         scheduler_lease_ms: what a global scheduler has sent is counted in the summary for this long after.
         max_queue: most requests waiting for memory or for a model to load; more are refused.
         max_running: most requests in one engine at a time.
@@ -27,6 +28,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             paper has them.
         fixed_pool_share: share of the device's memory that the fixed pool of any other engine gets when
             `kv_pool_bytes` is 0.
+        load_timeout_ms, load_timeout_factor: an engine that is still loading after this long, and after so
+            many times what its look-up table says, hangs; it is ended, and has failed.
         slack_headroom: share of each slack kept back for what the look-up table does not know.
         decision_interval_ms: least time between two decisions on clock, shares and plans.
         replan_ms: while work runs, a plan is looked at again after this long even if nothing changed.
@@ -45,6 +48,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_ms: float = 500.0
     summary_interval_ms: float = 20.0
     gateway_lease_ms: float = 5_000.0
+    gateway_forget_ms: float = 120_000.0
     scheduler_lease_ms: float = 300_000.0
     max_queue: int = 512
     max_running: int = 256
@@ -58,6 +62,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ample_memory: float = 0.5
     kv_pool_bytes: int = 0
     fixed_pool_share: float = 0.25
+    load_timeout_ms: float = 180_000.0
+    load_timeout_factor: float = 10.0
     slack_headroom: float = 0.15
     decision_interval_ms: float = 5.0
     replan_ms: float = 100.0

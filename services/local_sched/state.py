@@ -122,6 +122,8 @@ class Engine:
         least_share_pct: the least SM share that meets its deadlines, as of the last decision.
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
+        load_due_ms: when it counts as hung if it is still loading.
+        gave_up: why it is being unloaded although it was ordered loaded; it has failed once it is gone.
     """
 
     spec: ModelSpec
@@ -134,6 +136,8 @@ class Engine:
     least_share_pct: int = 0
     step_ms: float = 0.0
     load_again: bool = False
+    load_due_ms: float = math.inf
+    gave_up: str = ""
 
 
 @dataclass
@@ -150,6 +154,7 @@ class State:
         served: by tenant, tokens of the work started for it, by its weight; see `batch.fair_order`.
         asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
         work_changed: the set of running work changed since the last decision.
+        elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
         drained, leaving: the placement in force says so; this process has been told to stop.
         admit_due: something changed that may let a waiting request start.
         summary_due: something changed that the summary tells.
@@ -165,6 +170,7 @@ class State:
     ledger: Ledger
     outbox: Outbox
     clock_mhz: int
+    elastic_kv: bool
     moves: Moves = field(default_factory=Moves)
     engines: dict[str, Engine] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
@@ -196,6 +202,13 @@ class State:
     work_changed: bool = False
     admit_due: bool = False
     summary_due: bool = True
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """The fixed KV pool that each engine gets; 0 if they share what is free."""
+        if self.settings.kv_pool_bytes or self.elastic_kv:
+            return self.settings.kv_pool_bytes
+        return int(self.settings.fixed_pool_share * self.ledger.capacity_bytes)
 
     @property
     def draining(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from services.local_sched.ledger import staircase
 from services.local_sched.state import Engine, Stage, State, Work
 from shared.events import Action, Put, Send, SummaryChanged
-from shared.model import EngineSummary, GpuSummary, Prefills, StairStep
+from shared.model import EngineSummary, GpuSummary, Prefills, StairStep, digest
 from shared.subjects import gpu_key
 
 MOST_PREFILLS = 8
@@ -44,6 +44,7 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
         admitted_through=dict(state.admitted_through),
         power_w=state.power_w,
         energy_j=state.energy_j,
+        kv_pool_bytes=state.kv_pool_bytes,
     )
 
 
@@ -74,6 +75,7 @@ def _engine(state: State, now_ms: float, engine: Engine, works: list[Work]) -> E
         queued_of=dict(waiting),
         prefills=_prefills(now_ms, works),
         staircase=_staircase(state, [model], free_kv_bytes) if pool and pool.pool_bytes else (),
+        spec=digest(engine.spec),
     )
 
 

@@ -1,18 +1,22 @@
 """The shell on a real NATS and a real Redis-protocol server."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+import trustme
+from msgspec.structs import replace
 from support import Servers, eventually
 
 from shared import events as ev
+from shared.catalog import emulated_models
 from shared.config import Common
 from shared.errors import Unavailable
 from shared.model import Instance, Placement, slug
 from shared.runtime import Shell
 from shared.store import Store
-from shared.subjects import CONSOLIDATOR, GLOBAL, LOCAL, PLACEMENT_KEY
+from shared.subjects import CONSOLIDATOR, GLOBAL, LOCAL, PLACEMENT_KEY, model_key
 
 Heard = list[ev.Message | ev.Event]
 
@@ -180,6 +184,61 @@ async def test_a_lost_bus_and_its_return_are_told_and_messages_arrive_again(shel
     await eventually(lambda: order in listener.of(ev.Unload))
 
 
+async def test_what_was_missed_while_the_bus_was_away_is_read_from_the_store(
+    shells, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.runtime.REREAD_S", 0.2)
+    kept, gone, changed, added = emulated_models(4)
+    store = Store(servers.settings)
+    await store.connect()
+    for model in (kept, gone, changed):
+        store.put(model_key(model.name), model)
+    await eventually(lambda: not store._waiting)
+    core = Listener()
+    await shells(LOCAL, "g", core)
+    servers.stop("nats")
+    await eventually(lambda: len(core.of(ev.BusLost)) == 1)
+    core.heard.clear()
+    larger = replace(changed, context_tokens=2 * changed.context_tokens)
+    store.put(model_key(added.name), added)
+    store.put(model_key(larger.name), larger)
+    store.delete(model_key(gone.name))
+    placement = Placement(version=9, drained=("g",))
+    store.put(PLACEMENT_KEY, placement)
+    await eventually(lambda: not store._waiting)
+    servers.start("nats")
+    await eventually(lambda: core.of(ev.ModelRemoved) == [ev.ModelRemoved(model=gone.name)])
+    registered = core.of(ev.ModelRegistered)
+    assert sorted(event.model.name for event in registered) == sorted([added.name, larger.name])
+    assert ev.ModelRegistered(model=larger) in registered
+    assert core.of(ev.PlacementChanged)[0] == ev.PlacementChanged(placement=placement)
+    await store.close()
+
+
+async def test_what_is_heard_after_the_bus_is_back_is_newer_than_what_the_store_says(
+    shells, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.runtime.REREAD_S", 0.2)
+    model, own = emulated_models(2)
+    core, sender = Listener(), Listener()
+    shell = await shells(LOCAL, "g", core)
+    admin = await shells("gateway", "gw", sender)
+    shell.heard(ev.BusRestored())
+    sender.answers = [ev.Send(to="m", message=ev.ModelRegistered(model=model))]  # and in the store later
+    admin.feed(ev.Tick())
+    await eventually(lambda: core.of(ev.ModelRegistered) == [ev.ModelRegistered(model=model)])
+    await asyncio.sleep(0.6)
+    assert core.of(ev.ModelRemoved) == []
+    # what this process itself has queued to write counts as well
+    shell._models[own.name] = own
+    servers.stop("store")
+    shell.store.put(model_key(own.name), own)
+    servers.start("store")
+    shell._models_heard.clear()
+    await shell._reread()
+    assert core.of(ev.ModelRemoved) == [ev.ModelRemoved(model=model.name)]
+
+
 async def test_writes_survive_a_store_that_is_away(shells, servers: Servers) -> None:
     core = Listener()
     shell = await shells(CONSOLIDATOR, "c", core)
@@ -201,6 +260,101 @@ async def test_writes_survive_a_store_that_is_away(shells, servers: Servers) -> 
 
     await asyncio.wait_for(look(), 10)
     assert found[-1] == Placement(version=2)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Servers]:
+    """Servers that ask for a user and passwords."""
+    found = Servers(
+        tmp_path, nats=["--user", "festina", "--pass", "bus-secret"], store=["--requirepass", "store-secret"]
+    )
+    for name in ("nats", "store"):
+        found.start(name)
+    yield found
+    found.stop_all()
+
+
+def with_passwords(servers: Servers, bus: str, store: str) -> Common:
+    url = f"redis://:{store}@127.0.0.1:{servers.store_port}/0"
+    return replace(servers.settings, nats_user="festina", nats_password=bus, redis_url=url)
+
+
+async def test_bus_and_store_are_used_with_their_credentials(guarded: Servers) -> None:
+    first, second = Listener(), Listener()
+    settings = with_passwords(guarded, "bus-secret", "store-secret")
+    opened = [Shell(GLOBAL, "s", settings), Shell(LOCAL, "g", settings)]
+    for shell, core in zip(opened, (first, second), strict=True):
+        await shell.open()
+        await shell.start(core, {})
+    order = ev.Unload(model="m", placement_version=3)
+    first.answers = [ev.Send(to="g", message=order), ev.Put(key=PLACEMENT_KEY, value=Placement(version=2))]
+    opened[0].feed(ev.Tick())
+    await eventually(lambda: second.of(ev.Unload) == [order])
+    await eventually(lambda: not opened[0].store._waiting)
+    assert await opened[1].store.read(PLACEMENT_KEY, Placement) == Placement(version=2)
+    for shell in opened:
+        await shell.close()
+
+
+@pytest.mark.parametrize(
+    ("bus", "store", "cure"),
+    [
+        ("wrong-word", "store-secret", "FESTINA_NATS_PASSWORD"),
+        ("bus-secret", "wrong-word", "FESTINA_REDIS_URL"),
+    ],
+)
+async def test_a_wrong_password_is_named_with_the_cure_and_not_shown(
+    guarded: Servers, monkeypatch: pytest.MonkeyPatch, bus: str, store: str, cure: str
+) -> None:
+    monkeypatch.setattr("shared.bus.CONNECT_WITHIN_S", 2.0)
+    shell = Shell(GLOBAL, "s", with_passwords(guarded, bus, store))
+    with pytest.raises(Unavailable, match=cure) as raised:
+        await shell.open()
+    assert not any(secret in str(raised.value) for secret in ("wrong-word", "bus-secret", "store-secret"))
+    assert "\n" not in str(raised.value)
+    await shell.close()
+
+
+async def test_a_password_in_the_address_of_the_bus_is_not_shown_either(
+    guarded: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.bus.CONNECT_WITHIN_S", 1.0)
+    address = f"nats://festina:wrong-word@127.0.0.1:{guarded.nats_port}"
+    shell = Shell(GLOBAL, "s", replace(guarded.settings, nats_url=address))
+    with pytest.raises(Unavailable, match="Authorization") as raised:
+        await shell.open()
+    assert "wrong-word" not in str(raised.value) and str(guarded.nats_port) in str(raised.value)
+    await shell.close()
+
+
+async def test_the_bus_by_tls_with_an_authority_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.bus.CONNECT_WITHIN_S", 2.0)
+    authority, stranger = trustme.CA(), trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(tmp_path / "nats.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    stranger.cert_pem.write_to_path(tmp_path / "stranger.pem")
+    pem = str(tmp_path / "nats.pem")
+    servers = Servers(tmp_path, nats=["--tls", "--tlscert", pem, "--tlskey", pem])
+    for name in ("nats", "store"):
+        servers.start(name)
+    address = f"tls://127.0.0.1:{servers.nats_port}"
+    secured = replace(servers.settings, nats_url=address, nats_ca_file=str(tmp_path / "ca.pem"))
+    core = Listener()
+    shell = Shell(LOCAL, "g", secured)
+    await shell.open()
+    await shell.start(core, {})
+    order = ev.Unload(model="m", placement_version=1)
+    shell.bus.publish(f"festina.v1.cmd.gpu.{slug('g')}.unload", shell._encoder.encode(order))
+    await eventually(lambda: core.of(ev.Unload) == [order])
+    await shell.close()
+    distrusting = Shell(LOCAL, "h", replace(secured, nats_ca_file=str(tmp_path / "stranger.pem")))
+    with pytest.raises(Unavailable, match="FESTINA_NATS_CA_FILE"):
+        await distrusting.open()
+    await distrusting.close()
+    servers.stop_all()
 
 
 async def test_a_missing_bus_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ class Cluster:
     """The core among random events, with what its gateway and GPUs would see."""
 
     def __init__(self):
-        self.core = GlobalSchedCore("s", GlobalSettings(model_wait_ms=4000.0, max_pending=4))
+        self.core = GlobalSchedCore("s", GlobalSettings(model_wait_ms=4000.0, max_pending=4, remember_ms=1e9))
         self.now_ms = 0.0
         self.seq = 0
         self.waiting: set[tuple[str, int]] = set()
@@ -214,7 +214,6 @@ class Cluster:
             self.waiting.add((message.request_id, message.attempt))
         elif isinstance(message, ev.Rejected):
             self.waiting.discard((message.request_id, message.attempt))
-            self.newest.pop(message.request_id, None)  # answered and forgotten
 
     def pass_time(self, gap_ms):
         self.now_ms += gap_ms

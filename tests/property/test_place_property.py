@@ -5,10 +5,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.consolidator.place import IdleModel, Room, evict, need_bytes, place
+from services.consolidator.place import IdleModel, Room, evict, place
 from shared.model import ModelSpec
-
-KV_BYTES = 2
 
 
 def spec(name: str, weight_bytes: int, engine: str) -> ModelSpec:
@@ -30,29 +28,30 @@ kinds = st.sampled_from(["emulated", "vllm"])
 model_lists = st.lists(st.tuples(st.integers(1, 30), kinds), max_size=8).map(
     lambda rows: [spec(f"m{i}", weight, engine) for i, (weight, engine) in enumerate(rows)]
 )
-room_lists = st.lists(st.tuples(st.integers(-5, 60), kinds), max_size=5).map(
-    lambda rows: [Room(f"g{i}", engine, free) for i, (free, engine) in enumerate(rows)]
+room_lists = st.lists(st.tuples(st.integers(-5, 60), kinds, st.integers(0, 9)), max_size=5).map(
+    lambda rows: [Room(f"g{i}", engine, free, kv) for i, (free, engine, kv) in enumerate(rows)]
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(model_lists, room_lists, st.randoms(use_true_random=False))
 def test_place_keeps_to_capacity_and_kind_and_leaves_out_only_what_has_no_room(models, rooms, random):
-    chosen = place(models, rooms, KV_BYTES)
+    chosen = place(models, rooms)
     room_of = {room.gpu: room for room in rooms}
     left = {room.gpu: room.free_bytes for room in rooms}
     for model in models:
         if model.name in chosen:
-            assert room_of[chosen[model.name]].engine == model.engine
-            left[chosen[model.name]] -= need_bytes(model, KV_BYTES)
+            room = room_of[chosen[model.name]]
+            assert room.engine == model.engine
+            left[room.gpu] -= model.weight_bytes + room.kv_bytes
     assert all(left[gpu] >= 0 for gpu in set(chosen.values()))
     for model in models:
         if model.name not in chosen:
-            free = [left[room.gpu] for room in rooms if room.engine == model.engine]
-            assert max(free, default=-1) < need_bytes(model, KV_BYTES)
+            free = [left[room.gpu] - room.kv_bytes for room in rooms if room.engine == model.engine]
+            assert max(free, default=-1) < model.weight_bytes
     random.shuffle(models)
     random.shuffle(rooms)
-    assert place(models, rooms, KV_BYTES) == chosen
+    assert place(models, rooms) == chosen
 
 
 @settings(max_examples=100, deadline=None)
@@ -60,10 +59,10 @@ def test_place_keeps_to_capacity_and_kind_and_leaves_out_only_what_has_no_room(m
 def test_place_balances_as_worst_fit_does(weights, gpus):
     """With room for all, no GPU is fuller than another by more than the largest model (list scheduling)."""
     models = [spec(f"m{i}", weight, "emulated") for i, weight in enumerate(weights)]
-    chosen = place(models, [Room(f"g{i}", "emulated", 1_000) for i in range(gpus)], KV_BYTES)
+    chosen = place(models, [Room(f"g{i}", "emulated", 1_000, 2) for i in range(gpus)])
     assert len(chosen) == len(models)
-    load = [sum(need_bytes(m, KV_BYTES) for m in models if chosen[m.name] == f"g{i}") for i in range(gpus)]
-    assert max(load) - min(load) <= max(weights) + KV_BYTES
+    load = [sum(m.weight_bytes + 2 for m in models if chosen[m.name] == f"g{i}") for i in range(gpus)]
+    assert max(load) - min(load) <= max(weights) + 2
 
 
 idle_lists = st.lists(
@@ -74,12 +73,12 @@ idle_lists = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 50), idle_lists, st.integers(-5, 20))
 def test_evict_frees_enough_takes_the_longest_idle_and_fails_only_where_nothing_helps(need, rows, free):
-    rooms = [Room(f"g{i}", "emulated", free) for i in range(len(rows))]
+    rooms = [Room(f"g{i}", "emulated", free, need // 2) for i in range(len(rows))]
     idle = {
         f"g{i}": [IdleModel(f"m{i}{j}", float(ms), size) for j, (ms, size) in enumerate(row)]
         for i, row in enumerate(rows)
     }
-    found = evict(need, rooms, idle)
+    found = evict(spec("m", need - need // 2, "emulated"), rooms, idle)
 
     def least_idle_ms(candidates):
         return min((c.idle_ms for c in candidates), default=float("inf"))

@@ -1,11 +1,22 @@
 """Every service killed, bus and store taken away, under streams whose every token is known."""
 
 import asyncio
+import os
 import signal
 import time
 
 import pytest
-from chaos import CUT_S, LEASE_S, ROUNDS, Clients, gateways_answer, kill, service_pids, wait_until_idle
+from chaos import (
+    CUT_S,
+    LEASE_S,
+    ROUNDS,
+    Clients,
+    Outcome,
+    gateways_answer,
+    kill,
+    service_pids,
+    wait_until_idle,
+)
 from support import RunningPool, Servers
 
 pytestmark = pytest.mark.resilience
@@ -66,6 +77,27 @@ async def test_the_work_of_a_dead_gateway_is_aborted_within_its_lease(
     died_s = await kill(pool, "gateway-1")
     await wait_until_idle(urls[0], LEASE_S + 1.0 - (time.monotonic() - died_s))
     assert all(outcome.broken for outcome in await asyncio.gather(*tasks))
+
+
+async def test_streams_of_a_gateway_that_stood_still_for_longer_than_its_lease_go_on_at_once(
+    pool: RunningPool, urls: list[str], clients: Clients
+) -> None:
+    pid = await asyncio.to_thread(pool.pid_of, "gateway-1")
+
+    def ask_all(gateway: int) -> asyncio.Future[list[Outcome]]:
+        return asyncio.gather(*(clients.ask(model, 1, gateway, max_tokens=1500) for model in clients.models))
+
+    undisturbed, disturbed = ask_all(gateway=0), ask_all(gateway=1)
+    await asyncio.sleep(1.0)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(LEASE_S + 1.5)  # its work is given up
+    os.kill(pid, signal.SIGCONT)
+    resumed_s = time.monotonic()
+    wanted, found = await undisturbed, await disturbed
+    assert [(o.text, o.error) for o in found] == [(o.text, "") for o in wanted]
+    assert {o.report["attempt"] for o in found} == {2}
+    undisturbed_s = max(o.ended_s - o.started_s for o in wanted)
+    assert max(o.ended_s for o in found) - resumed_s < undisturbed_s + 10.0
 
 
 @pytest.mark.parametrize("server", ["nats", "store"])

@@ -6,7 +6,7 @@ from services.local_sched.ledger import Ledger
 from sim.check import InvariantBroken
 from sim.soak import play
 
-SEEDS = 120
+SEEDS = 200
 PER_TEST = 10
 
 

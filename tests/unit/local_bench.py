@@ -30,7 +30,7 @@ def request(request_id="r1", attempt=1, gateway="g1", model=MODEL.name, prompt=1
 
 
 class Bench:
-    def __init__(self, device=H100, kind="emulated", models=(), **settings):
+    def __init__(self, device=H100, kind="emulated", models=(), elastic_kv=True, **settings):
         self.core = LocalSchedCore(
             "gpu0",
             "host0",
@@ -39,6 +39,7 @@ class Bench:
             LocalSettings(**settings),
             0.0,
             lut_for=lambda device, model: LUTS[model.name] if model.name in LUTS else build(device, model),
+            elastic_kv=elastic_kv,
         )
         self.now_ms = 0.0
         self.seq = 0

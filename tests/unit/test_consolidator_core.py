@@ -11,7 +11,7 @@ from services.consolidator.core import ConsolidatorCore
 from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.errors import ConfigError
-from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Placement
+from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Placement, digest
 from shared.subjects import PLACEMENT_KEY
 
 SETTINGS = ConsolidatorSettings(min_kv_bytes=10)
@@ -39,13 +39,17 @@ class FakeGpu:
     obeys: bool = True
     fails: bool = False
     state: str = "active"
+    kv_pool_bytes: int = 0
 
     def hear(self, message: ev.Message) -> None:
         if not self.obeys:
             return
         if isinstance(message, ev.Load) and message.model.name not in self.engines:
             self.next_engines[message.model.name] = EngineSummary(
-                model=message.model.name, state="failed" if self.fails else "ready", free_kv_bytes=10
+                model=message.model.name,
+                state="failed" if self.fails else "ready",
+                free_kv_bytes=10,
+                spec=digest(message.model),
             )
         if isinstance(message, ev.Unload) and message.model in self.engines:
             engine = self.engines[message.model]
@@ -72,6 +76,7 @@ class FakeGpu:
             total_bytes=100,
             free_bytes=0,
             engines=tuple(self.engines.values()),
+            kv_pool_bytes=self.kv_pool_bytes,
         )
         return ev.SummaryChanged(summary=summary)
 
@@ -235,6 +240,98 @@ def test_keep_alive_unloads_and_only_a_request_brings_the_model_back() -> None:
     lab.do(ev.ScaleOut(model="a", scheduler="s", reason="no instance"))
     lab.run(500)
     assert lab.placed == {"a": ("g2",), "b": ("g1",)} and where(lab)["g2"] == ["a"]
+
+
+def test_fixed_pools_count_with_their_whole_size() -> None:
+    models = [spec(name, 10) for name in "abc"]
+    lab = Lab(models, [FakeGpu("g1", kv_pool_bytes=30)]).run(5_000)
+    assert where(lab) == {"g1": ["a", "b"]}  # 40 each, of 95; with the least KV memory all three would fit
+    assert len(lab.sent(ev.Load)) == 2
+    for name in "ab":
+        lab.gpus["g1"].set(name, idle_ms=900.0 if name == "a" else 600.0)
+    lab.do(ev.ScaleOut(model="c", scheduler="s", reason="no instance"))
+    lab.run()
+    assert where(lab) == {"g1": ["b", "c"]}
+
+
+def test_a_model_registered_anew_with_another_specification_is_loaded_anew_once_idle() -> None:
+    lab = Lab([spec("a")], [FakeGpu("g1")]).run()
+    gpu = lab.gpus["g1"]
+    gpu.set("a", running=1, queued=1, spec=digest(spec("a")))
+    lab.do(ev.ModelRemoved(model="a"))
+    lab.do(ev.ModelRegistered(model=spec("a", 40)))
+    loads, unloads = len(lab.sent(ev.Load)), len(lab.sent(ev.Unload))
+    lab.run(3_000)
+    assert lab.placed == {"a": ("g1",)} and lab.sent(ev.Move) == []
+    assert len(lab.sent(ev.Unload)) == unloads  # it is busy
+    gpu.set("a", idle_ms=100.0, spec=digest(spec("a")))
+    lab.run()
+    assert [order.if_idle_ms for _, _, order in lab.sent(ev.Unload)[unloads:]] == [0.0]
+    assert [order.model.weight_bytes for _, _, order in lab.sent(ev.Load)[loads:]] == [40]
+    assert gpu.engines["a"].spec == digest(spec("a", 40))
+    before = len(lab.log)
+    lab.run(10_000)
+    assert len(lab.log) == before
+
+
+def test_an_outdated_engine_that_has_failed_is_loaded_anew_and_not_unloaded_again() -> None:
+    lab = Lab([spec("a")], [FakeGpu("g1")]).run()
+    lab.gpus["g1"].obeys = False
+    lab.gpus["g1"].set("a", state="failed", spec="other")
+    lab.run(1_000)
+    assert lab.sent(ev.Unload) == [] and len(lab.sent(ev.Load)) == 2
+
+
+def test_a_change_of_keep_alive_loads_nothing_anew() -> None:
+    lab = Lab([spec("a")], [FakeGpu("g1")]).run()
+    before = len(lab.log)
+    lab.do(ev.ModelRegistered(model=spec("a", keep_alive_ms=None, tenants=("t",))))
+    lab.run()
+    assert len(lab.log) == before
+
+
+def test_of_a_model_that_stays_loaded_only_the_last_instance_does() -> None:
+    lab = Lab([spec("p", keep_alive_ms=None)], [FakeGpu("g1"), FakeGpu("g2")]).run()
+    lab.do(ev.ScaleOut(model="p", scheduler="s", reason="deficit"))
+    lab.run()
+    assert lab.placed == {"p": ("g1", "g2")}
+    for gpu in lab.gpus.values():
+        gpu.set("p", idle_ms=59_000.0)
+    lab.run(1_000)
+    assert lab.placed == {"p": ("g1", "g2")}
+    for gpu in lab.gpus.values():
+        gpu.set("p", idle_ms=61_000.0)
+    lab.run(5_000)
+    assert lab.placed == {"p": ("g2",)} and where(lab) == {"g1": [], "g2": ["p"]}
+
+
+def test_the_only_working_instance_of_a_model_that_stays_loaded_is_kept() -> None:
+    placement = Placement(version=7, instances=tuple(Instance(model="p", gpus=(g,)) for g in ("g1", "g2")))
+    gpus = [FakeGpu("g1"), FakeGpu("g2", fails=True)]
+    gpus[0].set("p", idle_ms=1e9)
+    lab = Lab([spec("p", keep_alive_ms=None)], gpus, placement).run(5_000)
+    assert "p" in where(lab)["g1"] and lab.sent(ev.Unload) == []
+
+
+def test_a_further_instance_of_a_model_that_stays_loaded_makes_room_and_the_last_does_not() -> None:
+    models = [spec("p", 60, keep_alive_ms=None), spec("x", 60), spec("y", 60)]
+    placement = Placement(version=7, instances=tuple(Instance(model="p", gpus=(g,)) for g in ("g1", "g2")))
+    gpus = [FakeGpu("g1"), FakeGpu("g2")]
+    for gpu in gpus:
+        gpu.set("p", idle_ms=5_000.0)
+    lab = Lab(models, gpus, placement).run()
+    for name in "xy":
+        lab.do(ev.ScaleOut(model=name, scheduler="s", reason="no instance"))
+    lab.run(3_000)
+    assert lab.placed == {"p": ("g2",), "x": ("g1",)}
+
+
+def test_a_drain_is_always_answered_by_the_placement() -> None:
+    lab = Lab([], [FakeGpu("g1")]).run()
+    for _ in range(2):  # the second changes nothing
+        before = len(lab.sent(ev.PlacementChanged))
+        lab.do(ev.Drain(gpu="g1", on=True))
+        assert [m.placement.drained for _, _, m in lab.sent(ev.PlacementChanged)[before:]] == [("g1",)]
 
 
 def test_a_request_that_races_the_unload_keeps_the_model_placed() -> None:

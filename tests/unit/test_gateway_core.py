@@ -16,7 +16,7 @@ from services.gateway.core import (
 from services.gateway.inflight import resumable
 from services.gateway.settings import GatewaySettings
 from shared import events as ev
-from shared.model import GpuSummary, ModelSpec, Objectives, Request, RequestEnd
+from shared.model import GpuSummary, ModelSpec, Objectives, Placement, Request, RequestEnd
 from shared.subjects import model_key
 
 GREEDY = {"temperature": 0.0}
@@ -138,6 +138,42 @@ def only(actions: list[ev.Action], kind: type) -> list[Any]:
 # ---- dispatch
 
 
+def inquiry(attempt: int = 1) -> ev.Inquire:
+    return ev.Inquire(request_id="r", attempt=attempt)
+
+
+def asks(actions: list[ev.Action]) -> list[type]:
+    kinds = (type(message) for _, message in sends(actions, ev.Message))
+    return [kind for kind in kinds if kind is not ev.GatewayAlive]
+
+
+def test_an_unanswered_dispatch_is_inquired_after_before_it_is_repeated() -> None:
+    d = Driver()
+    d.step(Arrived(request()))
+    assert asks(d.run(900.0)) == []
+    assert sends(d.run(200.0), ev.Inquire) == [("any", inquiry())]
+    assert asks(d.run(900.0)) == [ev.Dispatch]
+    assert asks(d.run(2_000.0)) == [ev.Inquire, ev.Dispatch]
+
+
+def test_while_a_scheduler_says_that_it_has_the_attempt_no_other_is_asked_to_place_it() -> None:
+    d = Driver()
+    d.step(Arrived(request()))
+    assert asks(d.run(1_000.0)) == [ev.Inquire]
+    for _ in range(5):
+        d.step(ev.Placed(request_id="r", attempt=1, gpu="a"))
+        assert asks(d.run(2_000.0)) == [ev.Inquire]
+    assert asks(d.run(1_000.0)) == [ev.Dispatch]  # it says so no more
+
+
+def test_the_gpu_that_an_attempt_was_handed_to_is_named_if_it_never_answers() -> None:
+    d = Driver()
+    d.step(Arrived(request()))
+    d.step(ev.Placed(request_id="r", attempt=1, gpu="gpu-7"))
+    (fail,) = only(d.run(60_000.0), Fail)
+    assert fail.code == "dispatch_timeout" and "gpu-7 has not answered" in fail.message
+
+
 def test_asks_any_scheduler_once_and_again_every_two_seconds_with_the_same_attempt() -> None:
     d = Driver()
     first = sends(d.step(Arrived(request(waited_ms=5.0))), ev.Dispatch)
@@ -152,8 +188,11 @@ def test_a_deferred_request_is_asked_for_every_five_seconds() -> None:
     d = Driver()
     d.step(Arrived(request()))
     d.step(ev.Deferred(request_id="r", attempt=1, scheduler="s", reason="loading"))
-    assert sends(d.run(4900.0), ev.Dispatch) == []
-    assert len(sends(d.run(5200.0), ev.Dispatch)) == 2
+    assert asks(d.run(4900.0)) == []
+    assert asks(d.run(200.0)) == [ev.Inquire]
+    d.step(ev.Deferred(request_id="r", attempt=1, scheduler="s", reason="loading"))
+    assert asks(d.run(4900.0)) == []
+    assert asks(d.run(1200.0)) == [ev.Inquire, ev.Dispatch]  # it has gone
 
 
 def test_admission_ends_the_asking() -> None:
@@ -179,6 +218,17 @@ def test_a_rejection_is_the_answer() -> None:
     )
     assert only(d.step(rejected), Fail) == [Fail("r", 503, "no_capacity", "full", 4.0)]
     assert d.core.inflight == 0
+
+
+def test_a_scheduler_that_does_not_know_a_registered_model_is_not_believed() -> None:
+    d = Driver()
+    unknown = ev.Rejected(request_id="r", attempt=1, status=404, code="model_not_found", message="no m here")
+    d.step(ev.ModelRegistered(model=model()))
+    d.step(Arrived(request()))
+    assert d.step(unknown) == []
+    assert asks(d.run(2_100.0)) == [ev.Dispatch]
+    d.step(ev.ModelRemoved(model="m"))
+    assert [fail.code for fail in only(d.step(unknown), Fail)] == ["model_not_found"]
 
 
 def test_a_rejection_of_an_admitted_or_older_attempt_means_nothing() -> None:
@@ -527,7 +577,19 @@ def test_admin_writes_the_store_and_tells_everybody() -> None:
     removed = d.step(RemoveModel("x.y"))
     assert removed == [ev.Delete(model_key("x.y")), ev.Send(to="x.y", message=ev.ModelRemoved(model="x.y"))]
     assert d.core.registry.models == {}
-    assert d.step(DrainGpu("a", True)) == [ev.Send(to="a", message=ev.Drain(gpu="a", on=True))]
+
+
+def test_a_drain_order_is_repeated_until_a_placement_shows_it_and_no_longer_than_a_minute() -> None:
+    d = Driver()
+    drain = ("a", ev.Drain(gpu="a", on=True))
+    assert sends(d.step(DrainGpu("a", True)), ev.Drain) == [drain]
+    d.step(ev.PlacementChanged(placement=Placement(version=1)))  # nobody has heard it
+    assert sends(d.run(2_100.0), ev.Drain) == [drain, drain]
+    d.step(ev.PlacementChanged(placement=Placement(version=2, drained=("a",))))
+    assert sends(d.run(5_000.0), ev.Drain) == []
+    undrain = ("a", ev.Drain(gpu="a", on=False))
+    assert sends(d.step(DrainGpu("a", False)), ev.Drain) == [undrain]
+    assert sends(d.run(120_000.0), ev.Drain) == [undrain] * 59
 
 
 def test_names_that_meet_on_the_bus_conflict() -> None:

@@ -2,15 +2,27 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
+from services.gateway.core import Arrived, GatewayCore
+from services.gateway.settings import GatewaySettings
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.settings import GlobalSettings
 from services.global_sched.view import lut_for
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.errors import ConfigError
-from shared.model import EngineSummary, GpuSummary, Instance, Objectives, Placement, Request, StairStep
+from shared.model import (
+    EngineSummary,
+    GpuSummary,
+    Instance,
+    Objectives,
+    Placement,
+    Request,
+    StairStep,
+    digest,
+)
 from shared.slo import objectives_for
 
 A, B = emulated_models(2)
@@ -244,13 +256,13 @@ class TestRepeats:
     def test_the_same_attempt_is_sent_again_to_the_same_gpu_only_after_a_while(self):
         made = core("g1", "g2")
         to, submit = only(place(made, 0.0), ev.Submit)
-        assert place(made, 999.0) == []
+        assert place(made, 499.0) == []
         again_to, again = only(place(made, 1000.0), ev.Submit)
         assert again_to == to and again.dispatch_seq == submit.dispatch_seq
         assert again.predicted_output_tokens == submit.predicted_output_tokens
         assert again.request.waited_ms == 1000.0  # true at the time of sending
         made.step(1200.0, summary(to, 2))
-        assert place(made, 1999.0) == []
+        assert place(made, 1499.0) == []
 
     def test_if_the_gpu_has_fallen_silent_another_is_taken(self):
         made = core("g1", "g2")
@@ -269,6 +281,27 @@ class TestRepeats:
             == []
         )
 
+    def test_a_late_lower_attempt_is_not_placed_after_a_higher_one_was_turned_away(self):
+        made = core()
+        assert sends(place(made, 0.0, attempt=2), ev.Deferred)
+        only(made.step(1.0, ev.ModelRemoved(model=A.name)), ev.Rejected)
+        made.step(2.0, ev.ModelRegistered(model=A))
+        made.step(3.0, summary("g1"))
+        assert place(made, 4.0, attempt=1) == []
+        assert only(place(made, 5.0, attempt=2), ev.Submit)  # the rejection may have been lost
+        assert only(place(made, 6.0, attempt=3), ev.Submit)
+
+    def test_no_more_rejections_are_remembered_than_allowed(self):
+        made = core(max_remembered=2)
+        for i in range(3):
+            place(made, 0.0, request_id=f"r{i}", attempt=2, model="nowhere")
+        made.step(1.0, summary("g1"))
+        assert [bool(place(made, 2.0, request_id=f"r{i}", attempt=1)) for i in (0, 1, 2)] == [
+            True,
+            False,
+            False,
+        ]
+
     def test_forgotten_in_the_end(self):
         made = core("g1", remember_ms=5000.0, max_remembered=2)
         for i in range(3):
@@ -280,6 +313,74 @@ class TestRepeats:
         made.step(7000.0, summary("g1", 2))
         place(made, 7000.0, request_id="r9")
         assert only(place(made, 7000.0, request_id="r2"), ev.Submit)[1].dispatch_seq == 6
+
+
+class TestInquiries:
+    def inquire(self, made, now_ms, attempt=1):
+        return made.step(now_ms, ev.Inquire(request_id="r1", attempt=attempt))
+
+    def test_only_the_scheduler_that_sent_an_attempt_answers_and_sends_it_again(self):
+        first, second = core("g1", "g2"), core("g1", "g2")
+        to, submit = only(place(first, 0.0), ev.Submit)
+        assert self.inquire(second, 1000.0) == []
+        answers = sends(self.inquire(first, 1000.0))
+        assert [(where, type(message)) for where, message in answers] == [(to, ev.Submit), ("gw", ev.Placed)]
+        assert answers[0][1].dispatch_seq == submit.dispatch_seq and answers[1][1].gpu == to
+        assert only(self.inquire(first, 1100.0), ev.Placed)  # sent a moment ago
+
+    def test_one_that_waits_for_its_model_is_answered_for_as_before(self):
+        made = core()
+        assert sends(place(made, 0.0), ev.Deferred)
+        assert only(self.inquire(made, 1000.0), ev.Deferred)
+
+    def test_if_the_gpu_has_fallen_silent_another_is_taken(self):
+        made = core("g1", "g2")
+        to, _ = only(place(made, 0.0), ev.Submit)
+        other = {"g1": "g2", "g2": "g1"}[to]
+        made.step(1400.0, summary(other, 2))
+        assert only(self.inquire(made, 1600.0), ev.Submit)[0] == other
+
+    def test_another_attempt_than_the_one_that_is_here_is_not_answered_for(self):
+        made = core("g1")
+        place(made, 0.0, attempt=2)
+        assert self.inquire(made, 1000.0, attempt=1) == [] == self.inquire(made, 1000.0, attempt=3)
+
+    @pytest.mark.parametrize("asked_second", [0, 1])
+    def test_a_slow_answer_is_no_second_placing_whichever_replica_is_asked(self, asked_second):
+        gateway = GatewayCore("gw", GatewaySettings())
+        schedulers = [core("g1", "g2"), core("g1", "g2")]
+        submits, turn, now_ms = [], iter([0, asked_second] + [1 - asked_second] * 9), 0.0
+
+        def carry(actions):
+            for to, message in sends(actions):
+                if isinstance(message, ev.Submit):
+                    submits.append(to)
+                elif isinstance(message, ev.Dispatch):
+                    carry(schedulers[next(turn)].step(now_ms, message))
+                elif isinstance(message, ev.Inquire):
+                    for scheduler in schedulers:
+                        carry(scheduler.step(now_ms, message))
+                elif isinstance(message, ev.Placed):
+                    carry(gateway.step(now_ms, message))
+
+        carry(gateway.step(now_ms, Arrived(request())))
+        for step in range(1, 50):  # both GPUs are alive, and neither answers for 5 s
+            now_ms = 100.0 * step
+            for scheduler in schedulers:
+                for gpu in ("g1", "g2"):
+                    carry(scheduler.step(now_ms, summary(gpu, 1 + step)))
+            carry(gateway.step(now_ms, ev.Tick()))
+        assert len(set(submits)) == 1 and len(submits) >= 2
+
+
+class TestOutdatedEngines:
+    def test_an_engine_of_another_specification_gets_nothing(self):
+        made = core()
+        old = EngineSummary(model=A.name, state="ready", free_kv_bytes=20 * GIB, spec="other")
+        made.step(0.0, summary("g1", 1, old))
+        assert sends(place(made), ev.Deferred)
+        (submit,) = sends(made.step(1.0, summary("g2", 1, msgspec.structs.replace(old, spec=digest(A)))))
+        assert submit[0] == "g2" and isinstance(submit[1], ev.Submit)
 
 
 class TestRefusals:

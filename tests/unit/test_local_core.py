@@ -188,6 +188,44 @@ def test_work_of_a_silent_gateway_is_aborted_after_its_lease():
     assert names(bench.actions, en.StopRequest) == ["r1"]
 
 
+def cut_off_bench():
+    """A bench whose gateway has been silent for longer than its lease while a request of it was running."""
+    bench = Bench(models=[MODEL])
+    bench.submit(request())
+    bench.token("r1")
+    bench.wait(6_000.0)
+    assert bench.state.works == {}
+    return bench
+
+
+def test_a_gateway_that_was_cut_off_is_told_what_has_ended_as_soon_as_it_is_back():
+    bench = cut_off_bench()
+    assert bench.core.idle  # nobody waits for a gateway that may never come back
+    assert deltas(bench.wait(20_000.0)) == []
+    (delta,) = deltas(bench.do(ev.GatewayAlive(gateway="g1")))
+    assert (delta.first_seq, delta.token_ids, delta.end.finish_reason) == (0, (7,), "error")
+    assert "heard nothing of gateway g1 for 5 s" in delta.end.error
+    assert deltas(bench.do(ev.GatewayAlive(gateway="g1"))) == []  # once is enough
+    assert len(deltas(bench.wait(3_500.0))) == 1  # unless it is not acknowledged
+    ack = ev.AckedThrough(request_id="r1", attempt=1, next_seq=1, ended=True)
+    bench.do(ev.Ack(gateway="g1", acks=(ack,)))
+    assert not bench.state.outbox.entries
+
+
+def test_an_acknowledgement_shows_as_well_that_a_gateway_is_back():
+    bench = cut_off_bench()
+    ack = ev.AckedThrough(request_id="r1", attempt=1, next_seq=1, ended=False)
+    (delta,) = deltas(bench.do(ev.Ack(gateway="g1", acks=(ack,))))
+    assert (delta.first_seq, delta.token_ids, delta.end.finish_reason) == (1, (), "error")
+
+
+def test_what_a_gateway_never_comes_back_for_is_forgotten():
+    bench = cut_off_bench()
+    bench.wait(121_000.0)
+    assert not bench.state.outbox.entries and not bench.state.outbox.silent
+    assert deltas(bench.do(ev.GatewayAlive(gateway="g1"))) == []
+
+
 def test_no_gateway_is_silent_while_the_bus_is_down():
     bench = Bench(models=[MODEL])
     bench.submit(request())

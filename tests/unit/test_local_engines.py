@@ -1,11 +1,13 @@
 """The local scheduler's core: loading, unloading, and engines that die."""
 
-from local_bench import MODEL, OTHER, Bench, deltas, of, request, sent
+import msgspec
+from local_bench import H100, LUTS, MODEL, OTHER, Bench, deltas, of, request, sent
 
 from shared import engine as en
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.devices import DEVICES
+from shared.model import digest, is_outdated
 
 
 def load(model=MODEL, version=1):
@@ -63,6 +65,54 @@ def test_a_fixed_pool_is_ordered_and_has_the_size_that_the_engine_says():
     assert bench.engine().free_kv_bytes == 9 * 10**8
     bench.submit(request(prompt=100), predicted=20)
     assert bench.engine().free_kv_bytes == 9 * 10**8 - 4 * 32 * MODEL.kv_bytes_per_token
+
+
+def test_without_elastic_memory_an_emulated_engine_gets_a_share_of_it():
+    bench = Bench(elastic_kv=False)
+    (order,) = of(bench.do(load()), en.LoadEngine)
+    assert order.kv_pool_bytes == int(0.25 * int(0.95 * H100.total_bytes)) > 0
+    assert bench.summary().kv_pool_bytes == order.kv_pool_bytes
+    bench.do(
+        en.EngineReady(model=MODEL.name, kv_pool_bytes=order.kv_pool_bytes, block_tokens=16, load_ms=1.0)
+    )
+    assert bench.engine().free_kv_bytes == order.kv_pool_bytes
+    assert Bench().summary().kv_pool_bytes == 0
+    assert Bench(kv_pool_bytes=10**9).summary().kv_pool_bytes == 10**9
+
+
+def test_the_summary_tells_by_which_specification_an_engine_was_loaded():
+    bench = Bench(models=[MODEL])
+    assert bench.engine().spec == digest(MODEL)
+    longer = msgspec.structs.replace(MODEL, context_tokens=2 * MODEL.context_tokens)
+    assert is_outdated(bench.engine(), longer)
+    assert not is_outdated(bench.engine(), msgspec.structs.replace(MODEL, keep_alive_ms=None, tenants=("t",)))
+
+
+def test_an_engine_that_hangs_while_it_loads_is_ended_and_has_failed():
+    bench = Bench()
+    bench.do(load())
+    assert of(bench.wait(179_000.0), en.UnloadEngine) == []
+    bench.submit(request())
+    done = bench.wait(1_600.0)
+    assert of(done, en.UnloadEngine) == [en.UnloadEngine(model=MODEL.name)]
+    (end,) = [delta.end for delta in deltas(done)]
+    assert end.finish_reason == "error" and "not loaded after 180 s" in end.error
+    assert bench.engine().state == "unloading"
+    assert of(bench.do(load()), en.Order) == []  # not before it is gone
+    bench.do(en.EngineEnded(model=MODEL.name))
+    engine = bench.engine()
+    assert engine.state == "failed" and "not loaded after" in engine.reason
+    assert bench.state.ledger.pools == {}
+    assert of(bench.do(load()), en.LoadEngine)
+
+
+def test_a_large_model_may_take_longer_to_load():
+    bench = Bench(load_timeout_ms=1_000.0)
+    needed_ms = LUTS[MODEL.name].load_ms()
+    assert needed_ms > 200.0
+    bench.do(load())
+    assert of(bench.wait(10.0 * needed_ms - 500.0), en.UnloadEngine) == []
+    assert of(bench.wait(1_001.0), en.UnloadEngine)
 
 
 def test_unload_waits_for_work_and_for_idleness():

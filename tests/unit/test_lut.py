@@ -181,3 +181,17 @@ def test_emulated_models_are_nested_by_rank() -> None:
     )
     with pytest.raises(ConfigError, match=r"44.*43"):
         emulated_models(44)
+
+
+def test_a_sweep_over_grid_points_says_what_single_queries_say() -> None:
+    table = TABLE
+    clocks, shares = table.clocks_mhz[:, None], table.shares_pct[None, :]
+    swept = table.tbt_ms(clocks, shares, 7.5, 1_234.0)
+    assert swept.shape == (len(table.clocks_mhz), len(table.shares_pct))
+    tokens = np.array([100.0, 5_000.0, 40_000.0])
+    prefills = table.ttft_ms(clocks[..., None], shares[..., None], tokens)
+    for i, clock in enumerate(table.clocks_mhz.tolist()):
+        for j, share in enumerate(table.shares_pct.tolist()):
+            assert swept[i, j] == pytest.approx(table.tbt_ms(clock, share, 7.5, 1_234.0), rel=1e-9)
+            alone = [table.ttft_ms(clock, share, n) for n in tokens.tolist()]
+            assert prefills[i, j] == pytest.approx(alone, rel=1e-9)

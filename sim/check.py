@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 EVERY = 32  # events of one GPU between two looks that cost more
 STOPPED_WITHIN_MS = 1_000.0  # as an `Abort` promises
-CUTS = ("pause", "bus_lost", "cut")  # faults in which a gateway falls silent
 ENERGY_PART = 1e-9  # of the meter's reading that its three uses may differ from it
 
 
@@ -68,11 +67,7 @@ class Checks:
         if not isinstance(gpu, GpuNode) or gpu.core is None:
             return
         state, request_id = gpu.local.state, message.request_id
-        scenario = self._world.scenario
-        forgetful = state.outbox.limit < len(scenario.arrivals)
-        # A GPU gives up the work of a gateway that is away for longer than its lease, and does not tell it.
-        lease_ms = scenario.settings.local.gateway_lease_ms - scenario.settings.gateway.alive_interval_ms
-        forgetful |= any(fault.kind in CUTS and fault.for_ms >= lease_ms for fault in scenario.faults)
+        forgetful = state.outbox.limit < len(self._world.scenario.arrivals)
         entry = state.outbox.entries.get((request_id, message.attempt))
         if request_id not in state.works and entry is None and not forgetful:
             self._world.complain(f"{gpu.ident} was to serve {request_id}, and does not have it", request_id)

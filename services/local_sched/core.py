@@ -115,10 +115,13 @@ class LocalSchedCore:
         heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
         if heartbeat:
             actions += _beat(state, now_ms)
-        if state.admit_due:
-            actions += admission.admit_waiting(state, now_ms)
+        admitted = admission.admit_waiting(state, now_ms) if state.admit_due else []
+        actions += admitted
+        # Tokens do not wait for a decision; the tick that follows at once takes it. A request that is given to
+        # its engine does: the plan that it is to run under must get there with it.
+        at_once = bool(admitted) or not isinstance(event, en.StepDone)
         due_ms = plans.decision_due_ms(state)
-        if due_ms is not None and now_ms >= due_ms:
+        if at_once and due_ms is not None and now_ms >= due_ms:
             actions += plans.decide(state, now_ms)
         changed = state.summary_due and now_ms >= state.summarized_ms + settings.summary_interval_ms
         if heartbeat or changed:

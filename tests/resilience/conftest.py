@@ -65,6 +65,10 @@ async def clients(urls: list[str]) -> AsyncIterator[Clients]:
         while True:
             try:
                 listed = httpx.get(url + "/v1/models", trust_env=False).json()["data"]
+                cold = [model["id"] for model in listed if model["state"] == "cold"]
+                for name in cold:  # its keep-alive has ended; a request brings it back
+                    body = {"model": name, "prompt": "x", "max_tokens": 1}
+                    httpx.post(url + "/v1/completions", json=body, timeout=30, trust_env=False)
                 if all(model["state"] == "ready" for model in listed):
                     break
             except (httpx.HTTPError, KeyError):

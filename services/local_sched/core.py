@@ -117,8 +117,8 @@ class LocalSchedCore:
             actions += _beat(state, now_ms)
         admitted = admission.admit_waiting(state, now_ms) if state.admit_due else []
         actions += admitted
-        # Tokens do not wait for a decision; the tick that follows at once takes it. A request that is given to
-        # its engine does: the plan that it is to run under must get there with it.
+        # Tokens do not wait for a decision; the tick that follows at once takes it. A request given to its
+        # engine does: the plan that it is to run under must get there with it.
         at_once = bool(admitted) or not isinstance(event, en.StepDone)
         due_ms = plans.decision_due_ms(state)
         if at_once and due_ms is not None and now_ms >= due_ms:

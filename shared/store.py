@@ -92,10 +92,6 @@ class Store:
         """Write a plain string at once."""
         await self._redis.set(key, text)
 
-    async def delete_now(self, key: str) -> bool:
-        """Delete a key at once; say whether it was there."""
-        return bool(await self._redis.delete(key))
-
     async def run(self, script: str, keys: list[str], args: list[Any]) -> Any:
         """Run a Lua script in the store, atomically; `keys` are all that it touches. Raises Unavailable."""
         known = self._scripts.get(script)

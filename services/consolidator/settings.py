@@ -2,6 +2,7 @@
 
 from shared.errors import ConfigError
 from shared.model import Struct
+from shared.settings import require_positive
 
 
 class ConsolidatorSettings(Struct):
@@ -50,6 +51,4 @@ class ConsolidatorSettings(Struct):
             raise ConfigError(f"safety_margin is a fraction below 1, not {self.safety_margin}")
         if self.min_kv_bytes < 0:
             raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
-        for name in self.__struct_fields__:
-            if name.endswith("_ms") and getattr(self, name) <= 0.0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        require_positive(self, (name for name in self.__struct_fields__ if name.endswith("_ms")))

@@ -2,6 +2,7 @@
 
 from shared.errors import ConfigError
 from shared.model import Struct
+from shared.settings import require_positive
 
 
 class GlobalSettings(Struct):
@@ -66,7 +67,6 @@ class GlobalSettings(Struct):
         for name in ("margin", "tie", "deficit_share"):
             if getattr(self, name) < 0.0:
                 raise ConfigError(f"{name} is a fraction and must not be negative: {getattr(self, name)}")
-        for name in self.__struct_fields__:
-            amount = name.startswith("max_") or name.endswith(("_ms", "_s", "_window", "_requests"))
-            if amount and getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        amounts = ("_ms", "_s", "_window", "_requests")
+        names = self.__struct_fields__
+        require_positive(self, (n for n in names if n.startswith("max_") or n.endswith(amounts)))

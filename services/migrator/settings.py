@@ -1,7 +1,7 @@
 """Every number of the migrator that can be chosen."""
 
-from shared.errors import ConfigError
 from shared.model import Struct
+from shared.settings import require_positive
 
 
 class MigratorSettings(Struct):
@@ -23,6 +23,4 @@ class MigratorSettings(Struct):
     max_remembered: int = 4_096
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        require_positive(self, self.__struct_fields__)

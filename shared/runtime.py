@@ -5,6 +5,7 @@ performed here; each service's ``main.py`` adds performers for its own.
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -117,6 +118,8 @@ class Shell:
         self._held = None
         for message in held:
             self.heard(message)
+        gc.collect()
+        gc.freeze()  # what has been made up to now stays; looking through it again and again costs latency
         log.info("started", extra={"service": self.service, "id": self.ident})
 
     async def _restore(self) -> None:

@@ -10,14 +10,20 @@ import msgspec
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from services.cli import lut_fidelity, lut_paper, lut_plot
+from services.cli import (
+    lut_fidelity_power,
+    lut_fidelity_tables,
+    lut_fidelity_time,
+    lut_paper,
+    lut_plot,
+    lut_print,
+)
 from services.cli.lut_fidelity import Check
 from services.cli.lut_paper import Point
 from shared import lut
 from shared.catalog import entries
-from shared.devices import PARAMETERS, device_for
+from shared.devices import device_for
 from shared.errors import FestinaError
 from shared.model import ModelSpec
 from shared.slo import objectives_for
@@ -25,11 +31,10 @@ from shared.slo import objectives_for
 lut_app = typer.Typer(help="The look-up tables that the schedulers decide by (3.2).", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA_FOLDERS = (ROOT.parent / "shared/data/calibration", ROOT / "tests/data")  # the first that has a file
 PREFILL_TOKENS = (512, 2048, 8192)
 DECODE_AT = ((8, 1088), (32, 1088), (32, 4160))  # (batch, context tokens)
-REQUEST = (1024, 128, 8)  # input, output, batch of the heat map
 
 
 @lut_app.command("show")
@@ -53,9 +58,9 @@ def show(
     console = Console()
     console.print(f"{view['model']} on {view['gpu_type']}: {view['source']}; sha256 {table.sha256[:12]}")
     for phase in ("prefill", "decode"):
-        console.print(_curves(phase, view))
-    console.print(_heat(view["heat"]))
-    console.print(_chosen(view["chosen"]))
+        console.print(lut_print.curves_table(phase, view))
+    console.print(lut_print.heat_table(view["heat"]))
+    console.print(lut_print.chosen_table(view["chosen"]))
     if plot:
         console.print(f"drawn to {plot}")
 
@@ -80,12 +85,12 @@ def check(
             }
         )
     elif markdown:
-        print_markdown(checks, points)
+        lut_print.print_markdown(checks, points)
     else:
         console = Console()
-        console.print(_checks_table(checks))
+        console.print(lut_print.checks_table(checks))
         if points:
-            console.print(_points_table(points))
+            console.print(lut_print.points_table(points))
     if any(c.verdict == "over" for c in checks):
         raise typer.Exit(1)
 
@@ -99,25 +104,29 @@ def run_checks(folders: list[Path]) -> list[Check]:
         (
             "kernels on h100_sxm, composed",
             composed,
-            lambda r: lut_fidelity.kernels(r, models, h100, "h100_sxm"),
+            lambda r: lut_fidelity_time.kernels(r, models, h100, "h100_sxm"),
         ),
         (
             "kernels on h200_sxm, composed",
             composed,
-            lambda r: lut_fidelity.kernels(r, models, h200, "h200_sxm"),
+            lambda r: lut_fidelity_time.kernels(r, models, h200, "h200_sxm"),
         ),
-        ("Aegaeon H100", "aegaeon_profiles.csv", lambda r: lut_fidelity.aegaeon(r, models)),
+        ("Aegaeon H100", "aegaeon_profiles.csv", lambda r: lut_fidelity_time.aegaeon(r, models)),
         (
             "MuxServe A100, SM share",
             "muxserve_a100_latency_vs_sm.csv",
-            lambda r: lut_fidelity.muxserve(r, models),
+            lambda r: lut_fidelity_time.muxserve(r, models),
         ),
         (
             "ML.ENERGY H100, power",
             "mlenergy_llm_steady_state.csv",
-            lambda r: lut_fidelity.mlenergy(r, models),
+            lambda r: lut_fidelity_power.mlenergy(r, models),
         ),
-        ("H100 power at locked clocks", "h100_firestarter_dgemm_power_vs_clock.csv", lut_fidelity.voltage),
+        (
+            "H100 power at locked clocks",
+            "h100_firestarter_dgemm_power_vs_clock.csv",
+            lut_fidelity_power.voltage,
+        ),
     ]
     checks: list[Check] = []
     for name, file, compare in steps:
@@ -129,7 +138,7 @@ def run_checks(folders: list[Path]) -> list[Check]:
             continue
         with found.open(newline="") as lines:
             checks += compare(list(csv.DictReader(lines)))
-    return checks + lut_fidelity.interpolation([entry.spec() for entry in entries()])
+    return checks + lut_fidelity_tables.interpolation([entry.spec() for entry in entries()])
 
 
 def paper_points() -> list[Point]:
@@ -207,7 +216,7 @@ def _curve(clocks: list[int], workload: str, ms: Any, watts: Any) -> dict[str, A
 
 
 def _heat_of(table: lut.Lut) -> dict[str, Any]:
-    tokens, output, batch = REQUEST
+    tokens, output, batch = lut_print.REQUEST
     clocks, shares = table.clocks_mhz[None, :], table.shares_pct[:, None]
     energy = table.request_energy_j(clocks, shares, tokens, output, batch)
     return {
@@ -221,7 +230,7 @@ def _heat_of(table: lut.Lut) -> dict[str, Any]:
 
 
 def _chosen_of(table: lut.Lut, tokens: int) -> dict[str, Any]:
-    _, output, batch = REQUEST
+    _, output, batch = lut_print.REQUEST
     objectives = objectives_for(tokens)
     best = table.best_point(tokens, output, objectives, batch)
     least = table.least_point(tokens, output, objectives, batch)
@@ -232,116 +241,6 @@ def _chosen_of(table: lut.Lut, tokens: int) -> dict[str, Any]:
         chosen["tbt_ms"] = round(float(table.tbt_ms(*best, batch, tokens + output / 2)), 1)
         chosen["energy_j"] = round(float(table.request_energy_j(*best, tokens, output, batch)), 2)
     return chosen
-
-
-# ---- printing
-
-
-def _curves(phase: str, view: dict[str, Any]) -> Table:
-    table = Table("MHz", title=f"{phase}: energy / least energy (and ms), whole device", title_justify="left")
-    curves = view[phase]
-    for curve in curves:
-        table.add_column(f"{curve['workload']}\nleast {curve['least_j']:g} J", justify="right")
-    for i, clock in enumerate(view["clocks_mhz"]):
-        cells = []
-        for curve in curves:
-            text = f"{curve['energy'][i]:.3f} ({curve['ms'][i]:g})"
-            cells.append(f"[green]{text} <[/green]" if clock == curve["best_mhz"] else text)
-        table.add_row(str(clock), *cells)
-    saved = (f"-{curve['saving_pct']:.0f} % of {lut_paper.TDP_MHZ} MHz" for curve in curves)
-    table.add_row("best", *saved, end_section=True)
-    return table
-
-
-def _heat(grid: dict[str, Any]) -> Table:
-    title = f"energy of a request / least ({grid['least_j']:g} J): {grid['workload']}, batch shares its power"
-    table = Table("SM %", *map(str, grid["clocks_mhz"]), title=title, title_justify="left", padding=(0, 0))
-    for share, row in zip(grid["shares_pct"], grid["energy"], strict=True):
-        table.add_row(str(share), *(f"[on {_shade(value)}] {value:.2f} [/]" for value in row))
-    return table
-
-
-def _shade(value: float) -> str:
-    """From green at the least energy to red at twice as much and more."""
-    part = min(1.0, value - 1.0)
-    return f"#{int(180 * part):02x}{int(120 * (1 - part)):02x}20"
-
-
-def _chosen(chosen: list[dict[str, Any]]) -> Table:
-    _, output, batch = REQUEST
-    title = f"chosen points: {output} out, batch {batch}, objectives of Table 2"
-    table = Table(
-        "input", "TTFT objective", "least energy", "TTFT ms", "TBT ms", "J", "least clock", title=title
-    )
-    table.title_justify = "left"
-    for line in chosen:
-        best, least = (f"{p[0]} MHz, {p[1]} %" if p else "none" for p in (line["best"], line["least"]))
-        found = (line[key] for key in ("ttft_ms", "tbt_ms", "energy_j"))
-        numbers = ("-" if number is None else f"{number:g}" for number in found)
-        table.add_row(str(line["input_tokens"]), f"{line['ttft_objective_ms']:g}", best, *numbers, least)
-    return table
-
-
-COLUMNS = ("check", "of", "n", "mean %", "bias %", "p95 %", "worst %", "bound %", "verdict")
-
-
-def _cells(c: Check) -> list[str]:
-    bound = "" if c.bound_pct is None else f"{c.bound_pct:g}"
-    if c.worst_bound_pct is not None:
-        bound += f", worst {c.worst_bound_pct:g}"
-    if c.skipped:
-        return [c.check, c.subject, "", "", "", "", "", bound, f"skipped: {c.skipped}"]
-    numbers = (f"{v:.2f}" for v in (c.mean_pct, c.bias_pct, c.p95_pct, c.worst_pct))
-    return [c.check, c.subject, str(c.n), *numbers, bound, c.verdict + (f" ({c.note})" if c.note else "")]
-
-
-def _checks_table(checks: list[Check]) -> Table:
-    table = Table(*COLUMNS, title="modelled against measured, errors in percent", title_justify="left")
-    colour = {"within": "green", "over": "red", "skipped": "yellow", "reported": "default"}
-    for c in checks:
-        table.add_row(*_cells(c), style=colour[c.verdict])
-    return table
-
-
-POINT_COLUMNS = ("figure", "of", "paper", "ours", "holds", "note")
-
-
-def _point_cells(point: Point) -> list[str]:
-    holds = "" if point.meets is None else "yes" if point.meets else "no"
-    return [point.figure, point.subject, point.paper, point.ours, holds, point.why]
-
-
-def _points_table(points: list[Point]) -> Table:
-    table = Table(*POINT_COLUMNS, title="the paper's points, on the device model", title_justify="left")
-    for point in points:
-        table.add_row(*_point_cells(point))
-    return table
-
-
-ASSUMED_COLUMNS = ("assumed", "value", "band", "why")
-
-
-def _assumed_cells(gpu_type: str) -> list[list[str]]:
-    """The numbers of a device that nobody measured."""
-    return [
-        [name, f"{p.value:g}", "-".join(f"{end:g}" for end in p.band or ()), p.source]
-        for name, p in PARAMETERS[gpu_type].items()
-        if p.status == "assumed"
-    ]
-
-
-def print_markdown(checks: list[Check], points: list[Point]) -> None:
-    """Print the tables as Markdown, as docs/fidelity.md holds them."""
-    tables = [
-        (COLUMNS, [_cells(c) for c in checks]),
-        (POINT_COLUMNS, [_point_cells(p) for p in points]),
-        (ASSUMED_COLUMNS, _assumed_cells("h100-80gb")),
-    ]
-    for columns, rows in tables:
-        if rows:
-            for line in (columns, ["---"] * len(columns), *rows):
-                sys.stdout.write("| " + " | ".join(line) + " |\n")
-            sys.stdout.write("\n")
 
 
 def _print_json(value: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli import lut as lut_cli
-from services.cli import lut_fidelity, lut_paper
+from services.cli import lut_fidelity, lut_fidelity_power, lut_fidelity_tables, lut_fidelity_time, lut_paper
 from services.cli.lut_fidelity import Check
 from services.cli.main import app
 from shared.catalog import entries
@@ -36,7 +36,7 @@ def by_subject(checks: list[Check]) -> dict[str, Check]:
 
 def test_kernel_latencies_of_the_h100() -> None:
     found = by_subject(
-        lut_fidelity.kernels(rows("composed_step_latency_h100_h200.csv"), MODELS, H100, "h100_sxm")
+        lut_fidelity_time.kernels(rows("composed_step_latency_h100_h200.csv"), MODELS, H100, "h100_sxm")
     )
     assert found["all"].n == 511
     assert found["all"].mean_pct <= 6.0
@@ -45,7 +45,7 @@ def test_kernel_latencies_of_the_h100() -> None:
 
 
 def test_an_engine_that_nothing_was_fitted_to() -> None:
-    checks = lut_fidelity.aegaeon(rows("aegaeon_profiles.csv"), MODELS)
+    checks = lut_fidelity_time.aegaeon(rows("aegaeon_profiles.csv"), MODELS)
     found = {(c.check.split(", ", 1)[1], c.subject): c for c in checks}
     assert len(found) == 4 * 3 * 2
     assert all(c.n == 67 for c in checks)
@@ -56,14 +56,18 @@ def test_an_engine_that_nothing_was_fitted_to() -> None:
         assert found["power cap, overhead of the others", subject].mean_pct < unfitted.mean_pct
 
 
-def test_serving_power() -> None:
-    checks = lut_fidelity.mlenergy(rows("mlenergy_llm_steady_state.csv"), MODELS)
-    assert checks[0].n == 44
-    assert checks[0].mean_pct <= 8.0
+def test_serving_power_and_the_sampling_that_no_table_has() -> None:
+    checks = lut_fidelity_power.mlenergy(rows("mlenergy_llm_steady_state.csv"), MODELS)
+    assert {c.n for c in checks} == {44}
+    formula, table, *_, unfitted, sampled = checks
+    assert formula.mean_pct <= 8.0
+    assert table.verdict == "over", "a known miss: docs/fidelity.md"
+    assert unfitted.bias_pct < -15.0, "the modelled step is shorter than a served one"
+    assert sampled.mean_pct < 5.0, "sampling explains it, also of models that it was not fitted to"
 
 
 def test_speed_on_part_of_the_sms() -> None:
-    found = by_subject(lut_fidelity.muxserve(rows("muxserve_a100_latency_vs_sm.csv", BESIDE), MODELS))
+    found = by_subject(lut_fidelity_time.muxserve(rows("muxserve_a100_latency_vs_sm.csv", BESIDE), MODELS))
     assert found["decode, batch <= 128"].mean_pct <= 6.0
     assert found["prefill, batch <= 128"].mean_pct <= 6.0
     assert found["decode, batch >= 256"].mean_pct > 6.0, "said to be slower than modelled"
@@ -71,13 +75,15 @@ def test_speed_on_part_of_the_sms() -> None:
 
 def test_kernel_latencies_of_the_h200_and_the_voltage_curve() -> None:
     composed = rows("composed_step_latency_h100_h200.csv", BESIDE)
-    assert lut_fidelity.kernels(composed, MODELS, device_for("h200-141gb"), "h200_sxm")[0].mean_pct <= 6.0
-    (curve,) = lut_fidelity.voltage(rows("h100_firestarter_dgemm_power_vs_clock.csv", BESIDE))
+    assert (
+        lut_fidelity_time.kernels(composed, MODELS, device_for("h200-141gb"), "h200_sxm")[0].mean_pct <= 6.0
+    )
+    (curve,) = lut_fidelity_power.voltage(rows("h100_firestarter_dgemm_power_vs_clock.csv", BESIDE))
     assert curve.mean_pct <= 4.0
 
 
 def test_interpolation_between_lengths() -> None:
-    for c in lut_fidelity.interpolation([MODELS[name] for name in lut_paper.FIGURE_MODELS]):
+    for c in lut_fidelity_tables.interpolation([MODELS[name] for name in lut_paper.FIGURE_MODELS]):
         assert c.mean_pct <= 1.0, c.subject
         assert c.worst_pct <= 5.0, c.subject
 
@@ -109,6 +115,10 @@ def test_the_knee_of_the_bandwidth_is_the_assumption_that_matters() -> None:
     found = {p.subject.split(",")[0]: p.ours for p in lut_paper.bands(MODELS["Llama-2-13B-chat"])}
     assert "decode 705 MHz" in found["bandwidth_knee_mhz"]
     assert "activation_ms" not in found
+
+
+def test_data_is_found_beside_the_repository_or_in_it() -> None:
+    assert lut_cli.DATA_FOLDERS == (BESIDE, SHIPPED)
 
 
 def test_check_says_what_it_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

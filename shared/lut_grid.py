@@ -1,0 +1,203 @@
+"""Values on the grid of a look-up table (3.2), linear along every axis between its points.
+
+Between two lengths (prefill), or in a rectangle of batches and contexts (decode), a value is a polynomial of
+the coordinates themselves, whose coefficients lie side by side::
+
+    a + b x                      x input tokens
+    a + b x + (c + d x) y        x requests in the batch, y context tokens
+
+So a query finds its cell and reads one row. What lies beyond the ends of an axis is a cell as well: before
+the first point values stay, after the last they stay or go on with the last slope. Queries of arrays share
+memory for the rows they read, so no two threads may ask at once.
+"""
+
+import math
+from bisect import bisect_right
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CORNERS_KEPT = 4096  # pairs of clock and share that one grid remembers
+SWEEP_POINTS, SWEEPS_KEPT = 64, 16  # clocks and shares of a sweep, asked again and again; how many such sets
+SMALL_ROWS, SCRATCH_ROWS = 256, 1 << 14
+
+# Rows read by a query of many: as an allocation of its own, memory of this size costs more than the query.
+_scratch = np.empty(4 * SCRATCH_ROWS)
+
+
+class _Axis:
+    """One axis of a grid: its points, and how many rows of the coefficients lie from one to the next.
+
+    Points are whole numbers, so where a coordinate lies is read by its floor: arrays need no search.
+    """
+
+    def __init__(self, points: tuple[int, ...], rows: int) -> None:
+        self.points = [float(point) for point in points]
+        self.rows = rows
+        self.low = np.array(self.points)
+        self.inverse_width = np.append(1.0 / np.diff(self.low), 0.0)
+        whole = np.arange(points[-1] + 1)
+        before = np.searchsorted(self.low, whole, side="right")  # points at or before it, which is its cell
+        self._cell_rows = before * rows
+        self._point_rows = np.where(np.isin(whole, points), before - 1, -1) * rows
+
+    def cell_row(self, coordinate: Any) -> Any:
+        """Return where the coefficients of a coordinate's cell begin: of a number, or of each in an array."""
+        if isinstance(coordinate, np.ndarray):
+            return self._cell_rows.take(coordinate.astype(np.intp, copy=False), mode="clip")
+        return bisect_right(self.points, coordinate) * self.rows
+
+    def sides(self, coordinate: float) -> list[tuple[int, float]]:
+        """Return (first row, weight) of the points around a coordinate; beyond the ends of the nearest."""
+        point = max(0, bisect_right(self.points, coordinate) - 1)
+        part = float((coordinate - self.points[point]) * self.inverse_width[point])
+        row = point * self.rows
+        return [(row, 1.0 - part), (row + self.rows, part)] if part > 0.0 else [(row, 1.0)]
+
+    def sides_of(self, coordinates: NDArray[Any]) -> list[tuple[NDArray[Any], Any]]:
+        """The same for an array: of one point each where all coordinates are points, else of two."""
+        if coordinates.dtype.kind == "i":
+            row = self._point_rows.take(coordinates, mode="clip")
+            if row.min(initial=0) >= 0:
+                return [(row, 1.0)]
+        row = np.maximum(self.cell_row(coordinates) - self.rows, 0)
+        point = row // self.rows
+        part = np.maximum((coordinates - self.low.take(point)) * self.inverse_width.take(point), 0.0)
+        return [(row, 1.0 - part), (row + self.rows, part)]
+
+    def lines(self, values: NDArray[Any], axis: int, is_open: bool) -> list[NDArray[Any]]:
+        """Return (a, b) of the line a + b x in each cell along one axis of `values`, the ends among them."""
+        values = np.moveaxis(values, axis, -1)
+        slope = np.diff(values) * self.inverse_width[:-1]
+        level = np.zeros((*values.shape[:-1], 1))
+        after = slope[..., -1:] if is_open and len(self.points) > 1 else level
+        slope = np.concatenate([level, slope, after], axis=-1)
+        start = np.concatenate([values[..., :1], values], axis=-1)
+        offset = start - slope * np.append(self.low[:1], self.low)
+        return [np.moveaxis(offset, -1, axis), np.moveaxis(slope, -1, axis)]
+
+
+@lru_cache(maxsize=256)
+def _axis(points: tuple[int, ...], rows: int) -> _Axis:
+    return _Axis(points, rows)
+
+
+class Grid:
+    """Values over clock, share and one or two axes more; beyond a clock or a share the nearest one's.
+
+    Args:
+        values: one axis per dimension.
+        axes: their points, ascending whole numbers from 0.
+        is_open: whether the axes after the share go on with their last slope, or level.
+    """
+
+    def __init__(self, values: NDArray[np.float32], axes: tuple[tuple[int, ...], ...], is_open: bool) -> None:
+        assert values.shape == tuple(map(len, axes)), "one axis per dimension"
+        assert values.ndim in (3, 4), "clock, share, and one or two more"
+        self._values = values
+        self._is_open = is_open
+        cells = [len(points) + 1 for points in axes[2:]]
+        share_rows = math.prod(cells)
+        rows = (len(axes[1]) * share_rows, share_rows, *cells[1:], 1)  # from one point to the next
+        self._clocks, self._shares, self._x, *rest = map(_axis, axes, rows)
+        self._y = rest[0] if rest else None
+        self._corners: dict[tuple[float, float], list[tuple[int, float]]] = {}
+        self._sweeps: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
+        self._rows: NDArray[np.float64] | None = None
+        self._read: Any = None  # the rows once more: single numbers are read 3 times as fast from here
+
+    def __call__(self, clock: Any, share: Any, x: Any, y: Any = None) -> Any:
+        """Return the value at a point of numbers, or the values at arrays that broadcast."""
+        for coordinate in (clock, share, x, y):
+            if isinstance(coordinate, np.ndarray):
+                return self._many(clock, share, x, y)
+        corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
+        read, total = self._read, 0.0
+        cell = self._x.cell_row(x)
+        if self._y is None:
+            for row, weight in corners:
+                i = 2 * (row + cell)
+                total += weight * (read[i] + read[i + 1] * x)
+            return total
+        cell += self._y.cell_row(y)
+        for row, weight in corners:
+            i = 4 * (row + cell)
+            total += weight * (read[i] + read[i + 1] * x + (read[i + 2] + read[i + 3] * x) * y)
+        return total
+
+    def _table(self) -> NDArray[np.float64]:
+        """Return the coefficients, a row per clock, share and cell; worked out when first asked for."""
+        if self._rows is None:
+            made = [self._values.astype(np.float64)]
+            if self._y is not None:
+                made = [line for values in made for line in self._y.lines(values, 3, self._is_open)]
+            made = [line for values in made for line in self._x.lines(values, 2, self._is_open)]
+            self._rows = np.stack(made, axis=-1).reshape(-1, len(made))
+            self._read = self._rows.reshape(-1).data
+        return self._rows
+
+    def _find_corners(self, clock: float, share: float) -> list[tuple[int, float]]:
+        """Return (first row, weight) of the points around a clock and a share, and remember them."""
+        self._table()
+        corners = [
+            (row + other, weight * other_weight)
+            for row, weight in self._clocks.sides(clock)
+            for other, other_weight in self._shares.sides(share)
+        ]
+        if len(self._corners) >= CORNERS_KEPT:
+            self._corners.clear()
+        self._corners[clock, share] = corners
+        return corners
+
+    def _many(self, clock: Any, share: Any, x: Any, y: Any) -> NDArray[Any]:
+        """The same for arrays, and for numbers among them."""
+        cell = self._x.cell_row(x)
+        if self._y is not None:
+            cell = cell + self._y.cell_row(y)
+            if isinstance(x, np.ndarray):
+                x = x.astype(np.float64, copy=False)  # once, not in each of its two products
+        if isinstance(clock, np.ndarray) or isinstance(share, np.ndarray):
+            corners = self._array_corners(np.asarray(clock), np.asarray(share))
+        else:
+            corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
+        values = [self._at(row + cell, x, y) * weight for row, weight in corners[1:]]
+        row, weight = corners[0]
+        first = self._at(row + cell, x, y)
+        return sum(values, first * weight) if values else first
+
+    def _array_corners(self, clock: NDArray[Any], share: NDArray[Any]) -> list[tuple[Any, Any]]:
+        """Return (rows, weights) of the points around arrays of clocks and shares; remembered for a sweep."""
+        key = None
+        if clock.size + share.size <= SWEEP_POINTS:
+            key = (clock.tobytes(), clock.shape, clock.dtype, share.tobytes(), share.shape, share.dtype)
+            if key in self._sweeps:
+                return self._sweeps[key]
+        corners = [
+            (row + other, weight * other_weight)
+            for row, weight in self._clocks.sides_of(clock)
+            for other, other_weight in self._shares.sides_of(share)
+        ]
+        if key is not None:
+            if len(self._sweeps) >= SWEEPS_KEPT:
+                self._sweeps.clear()
+            self._sweeps[key] = corners
+        return corners
+
+    def _at(self, row: NDArray[Any], x: Any, y: Any) -> NDArray[Any]:
+        """Return the values that the coefficients in these rows give."""
+        table = self._table()
+        terms = table.shape[1]
+        read = None
+        if SMALL_ROWS < row.size <= SCRATCH_ROWS:
+            read = _scratch[: row.size * terms].reshape(*row.shape, terms)
+        read = table.take(row, axis=0, mode="clip", out=read)
+        values = read[..., 1] * x
+        values += read[..., 0]
+        if terms == 4:
+            slope = read[..., 3] * x
+            slope += read[..., 2]
+            slope *= y
+            values += slope
+        return np.asarray(values)

@@ -56,9 +56,19 @@ class Ask:
         return ev.Send(to=self.request.gateway, message=message)
 
     def rejected(
-        self, now_ms: float, status: int, code: str, message: str, retry_after_s: float
+        self,
+        now_ms: float,
+        status: int,
+        code: str,
+        message: str,
+        retry_after_s: float,
+        attributes: dict[str, object],
     ) -> list[ev.Action]:
-        """Tell the gateway that the attempt cannot be placed; only 429 and 503 are worth another try."""
+        """Tell the gateway that the attempt cannot be placed; only 429 and 503 are worth another try.
+
+        Args:
+            attributes: of the span that tells the decision.
+        """
         answer = ev.Rejected(
             request_id=self.request.request_id,
             attempt=self.request.attempt,
@@ -70,7 +80,7 @@ class Ask:
         return [
             ev.Send(to=self.request.gateway, message=answer),
             ev.Count(name="rejections", labels={"code": code}),  # no model: it may be any string here
-            *self.span(now_ms, {"festina.reason": code}, error=message),
+            *self.span(now_ms, {"festina.reason": code, **attributes}, error=message),
         ]
 
     def span(self, now_ms: float, attributes: dict[str, object], error: str = "") -> Iterator[ev.Span]:

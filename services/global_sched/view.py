@@ -5,13 +5,16 @@ looks them up. Between two summaries the scheduler's own reservations keep a bur
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from shared.devices import device_for
 from shared.lut import Lut, build
-from shared.model import EngineSummary, GpuSummary, ModelSpec, Prefills, StairStep
+from shared.model import EngineSummary, GpuSummary, ModelSpec, StairStep
+
+if TYPE_CHECKING:
+    from services.global_sched.estimate import Stance
 
 
 @lru_cache(maxsize=4096)
@@ -40,6 +43,8 @@ class GpuView:
 
     Another `started_ms` in the summary is another process, with nothing of what was sent to the one before.
     `ready_ms` is since when each engine has been ready without a break, as far as summaries tell.
+    `reserved_bytes` is the memory of all dispatches that are not in the summary yet. `stances` and `beside`
+    keep what `estimate` has made of the state; what stands beside a model is the same after a reservation.
     """
 
     summary: GpuSummary
@@ -49,17 +54,15 @@ class GpuView:
     reserved_requests: Counter[str] = field(default_factory=Counter)  # by model
     reserved_bytes_of: Counter[str] = field(default_factory=Counter)  # by model
     ready_ms: dict[str, float] = field(default_factory=dict)
+    stances: "dict[str, dict[tuple[int, bool], Stance]]" = field(default_factory=dict)
+    beside: dict[tuple[str, int, int], tuple[float, float, bool]] = field(default_factory=dict)
+    reserved_bytes: int = 0
     last_seq: int = 0
 
     @property
     def gpu(self) -> str:
         """Id of the GPU."""
         return self.summary.gpu
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory of all dispatches that are not in the summary yet, in bytes."""
-        return self.reserved_bytes_of.total()
 
     @property
     def free_bytes(self) -> int:
@@ -79,13 +82,28 @@ class GpuView:
         engine = self.engines[model]
         # A request joins its model's engine: it uses the share that this holds besides what is free.
         own_share = engine.sm_share_pct if engine.running else 0
-        age_ms = now_ms - self.heard_ms
+        needed_bytes = kv_bytes + self._reserved_beside(engine)
+        for step in engine.staircase or self._staircase():
+            if step.free_bytes >= needed_bytes and step.free_sm_share_pct + own_share > 0:
+                share_pct = min(100, step.free_sm_share_pct + own_share)
+                return max(0.0, self.heard_ms + step.after_ms - now_ms), share_pct
+        return float("inf"), 0
+
+    def shares(self, model: str) -> dict[int, tuple[float, int]]:
+        """Return the SM shares that a model's engine will find free, in the order in which it does.
+
+        With each goes the time from which it is free (absolute, in ms), and the most memory free with it.
+        """
+        engine = self.engines[model]
+        own_share = engine.sm_share_pct if engine.running else 0
         reserved_bytes = self._reserved_beside(engine)
+        found: dict[int, tuple[float, int]] = {}
         for step in engine.staircase or self._staircase():
             share_pct = min(100, step.free_sm_share_pct + own_share)
-            if step.free_bytes - reserved_bytes >= kv_bytes and share_pct > 0:
-                return max(0.0, step.after_ms - age_ms), share_pct
-        return float("inf"), 0
+            if share_pct > 0:
+                from_ms, most_bytes = found.get(share_pct, (self.heard_ms + step.after_ms, -1))
+                found[share_pct] = from_ms, max(most_bytes, step.free_bytes - reserved_bytes)
+        return found
 
     def _reserved_beside(self, engine: EngineSummary) -> int:
         """Return the bytes reserved in the memory an engine draws from: its own pool, or the device's."""
@@ -94,23 +112,18 @@ class GpuView:
         own_pools = (name for name, other in self.engines.items() if other.staircase)
         return self.reserved_bytes - sum(self.reserved_bytes_of[name] for name in own_pools)
 
-    def prefills(self, model: str, now_ms: float) -> list[Prefills]:
+    def prefills(self, model: str) -> list[tuple[float, float, int, int]]:
         """Return what a model's engine has to prefill, dispatches not yet in its summary included.
 
-        The earliest due comes first. Cost: linear in the GPU's reservations.
+        Each is (due, told, count, tokens), both times absolute in ms; the earliest due comes first.
         """
-        age_ms = now_ms - self.heard_ms
-        waiting = [Prefills(p.due_ms - age_ms, p.count, p.tokens) for p in self.engines[model].prefills]
-        waiting += [
-            Prefills(r.due_ms - now_ms, 1, r.input_tokens)
-            for r in self.reservations.values()
-            if r.model == model
-        ]
-        return sorted(waiting, key=lambda prefills: prefills.due_ms)
-
-    def running_beside(self, model: str) -> Iterator[EngineSummary]:
-        """Yield the other models' engines that have something running."""
-        return (e for e in self.engines.values() if e.running and e.model != model)
+        heard_ms = self.heard_ms
+        waiting = [(heard_ms + p.due_ms, heard_ms, p.count, p.tokens) for p in self.engines[model].prefills]
+        if self.reserved_requests[model]:
+            mine = (r for r in self.reservations.values() if r.model == model)
+            waiting += [(r.due_ms, r.sent_ms, 1, r.input_tokens) for r in mine]
+        waiting.sort()
+        return waiting
 
     def _staircase(self) -> tuple[StairStep, ...]:
         if self.summary.staircase:
@@ -119,15 +132,32 @@ class GpuView:
         free_pct = max(0, 100 - used_pct)
         return (StairStep(after_ms=0.0, free_bytes=self.summary.free_bytes, free_sm_share_pct=free_pct),)
 
+    def reserve(self, reservation: Reservation) -> int:
+        """Count a dispatch until the summary does; returns its number, from 1 on."""
+        self.last_seq += 1
+        self.reservations[self.last_seq] = reservation
+        self.reserved_requests[reservation.model] += 1
+        self.reserved_bytes_of[reservation.model] += reservation.kv_bytes
+        self.reserved_bytes += reservation.kv_bytes
+        self.stances.pop(reservation.model, None)
+        return self.last_seq
+
     def drop(self, seqs: list[int]) -> None:
         """Stop counting these dispatches."""
         for seq in seqs:
             gone = self.reservations.pop(seq)
             self.reserved_requests[gone.model] -= 1
             self.reserved_bytes_of[gone.model] -= gone.kv_bytes
+            self.reserved_bytes -= gone.kv_bytes
+            self.stances.pop(gone.model, None)
         if not self.reservations:
             self.reserved_requests.clear()
             self.reserved_bytes_of.clear()
+
+    def expire(self, now_ms: float, ttl_ms: float) -> None:
+        """Stop counting the dispatches that the GPU has not confirmed in time."""
+        if self.reservations:
+            self.drop([s for s, r in self.reservations.items() if now_ms - r.sent_ms >= ttl_ms])
 
 
 class ClusterView:
@@ -144,12 +174,19 @@ class ClusterView:
         self._stale_after_ms = stale_after_ms
         self._forget_after_ms = forget_after_ms
         self._ttl_ms = reservation_ttl_ms
+        self._forget_ms = 0.0
         self._gpus: dict[str, GpuView] = {}
         self._by_model: dict[str, dict[str, GpuView]] = {}
         self.bus_lost = False
 
     def __len__(self) -> int:
         return len(self._gpus)
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Dispatches that no summary counts yet, and their memory in bytes."""
+        views = self._gpus.values()
+        return sum(len(view.reservations) for view in views), sum(view.reserved_bytes for view in views)
 
     def hear(self, now_ms: float, summary: GpuSummary) -> GpuView | None:
         """Take a summary in; None if a newer one of that GPU is known."""
@@ -171,6 +208,8 @@ class ClusterView:
         for model in engines:
             self._by_model.setdefault(model, {})[summary.gpu] = view
         view.engines = engines
+        view.stances.clear()
+        view.beside.clear()
         view.ready_ms = {
             model: view.ready_ms.get(model, now_ms)
             for model, engine in engines.items()
@@ -178,49 +217,56 @@ class ClusterView:
         }
         counted = summary.admitted_through.get(self._scheduler, 0)
         view.drop([seq for seq in view.reservations if seq <= counted])
+        view.expire(now_ms, self._ttl_ms)
         view.last_seq = max(view.last_seq, counted)  # numbers go on where an earlier run of this id ended
         return view
 
     def get(self, gpu: str, now_ms: float) -> GpuView | None:
         """Return a GPU that is not stale, or None."""
         view = self._gpus.get(gpu)
-        return None if view is None or self._stale(view, now_ms) else view
+        return None if view is None or self.is_stale(view, now_ms) else view
 
     def with_model(self, model: str, now_ms: float) -> list[GpuView]:
         """Return the GPUs, not stale, that have an engine for the model in whatever state.
 
-        Cost: linear in the GPUs that have the model. Reservations past their time are dropped on the way.
+        Cost: linear in the GPUs that have the model.
         """
-        views = [v for v in self._by_model.get(model, {}).values() if not self._stale(v, now_ms)]
-        for view in views:
-            if view.reservations:
-                view.drop([s for s, r in view.reservations.items() if now_ms - r.sent_ms >= self._ttl_ms])
-        return views
+        return [v for v in self._by_model.get(model, {}).values() if not self.is_stale(v, now_ms)]
 
-    def reserve(self, view: GpuView, reservation: Reservation) -> int:
-        """Count a dispatch on a GPU until its summary does; returns its number, from 1 on per GPU."""
-        view.last_seq += 1
-        view.reservations[view.last_seq] = reservation
-        view.reserved_requests[reservation.model] += 1
-        view.reserved_bytes_of[reservation.model] += reservation.kv_bytes
-        return view.last_seq
+    def count(self, model: str) -> int:
+        """Return how many GPUs, silent ones among them, have an engine for the model."""
+        return len(self._by_model.get(model, ()))
 
-    def release(self, gpu: str, seq: int) -> None:
-        """Drop a reservation, because the GPU has refused the request; an unknown one is nothing to drop."""
+    def gpu_types(self) -> list[str]:
+        """Return the types of all GPUs, each once."""
+        return sorted({view.summary.gpu_type for view in self._gpus.values()})
+
+    def release(self, gpu: str, seq: int) -> GpuView | None:
+        """Drop a reservation, because the GPU has refused the request; None if it is not known any more."""
         view = self._gpus.get(gpu)
-        if view is not None and seq in view.reservations:
-            view.drop([seq])
+        if view is None or seq not in view.reservations:
+            return None
+        view.drop([seq])
+        return view
+
+    def forget_stances(self) -> None:
+        """Something that they were made from, other than a GPU's state, has changed."""
+        for view in self._gpus.values():
+            view.stances.clear()
+            view.beside.clear()
 
     def restore(self, now_ms: float) -> None:
         """The bus is back: every GPU gets a fresh period in which to be heard."""
         self.bus_lost = False
         for view in self._gpus.values():
             view.heard_ms = now_ms
+        self.forget_stances()
 
     def _forget(self, now_ms: float) -> None:
         """Remove GPUs that have been silent for very long, so that ids that are gone do not add up."""
-        if self.bus_lost:
+        if self.bus_lost or now_ms < self._forget_ms:
             return
+        self._forget_ms = now_ms + self._forget_after_ms / 10  # not with each of many new ones
         for gpu, view in list(self._gpus.items()):
             if now_ms - view.heard_ms >= self._forget_after_ms:
                 for model in view.engines:
@@ -233,5 +279,6 @@ class ClusterView:
         if not gpus:
             del self._by_model[model]
 
-    def _stale(self, view: GpuView, now_ms: float) -> bool:
+    def is_stale(self, view: GpuView, now_ms: float) -> bool:
+        """Say whether a GPU has been silent for too long to be used."""
         return not self.bus_lost and now_ms - view.heard_ms >= self._stale_after_ms

@@ -2,22 +2,14 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.global_sched.core import GlobalSchedCore
-from services.global_sched.dispatch import (
-    Candidate,
-    Work,
-    decide,
-    estimate,
-    feasible,
-    first_in_time,
-    least_energy,
-    soonest,
-)
+from services.global_sched.dispatch import decide, first_in_time, least_energy, soonest
+from services.global_sched.estimate import Candidate, Work, estimate, feasible
 from services.global_sched.settings import GlobalSettings
 from services.global_sched.view import ClusterView, Reservation, lut_for
 from shared import events as ev
@@ -157,7 +149,7 @@ def test_the_choice_equals_exhaustive_search(cluster, input_tokens, waited_ms, t
     for index, (fields, in_flight) in enumerate(cluster):
         views.append(view.hear(0.0, summary(f"g{index}", **fields)))
         for _ in range(in_flight):
-            view.reserve(views[-1], Reservation(A.name, GIB // 8, 300, 15.0, 0.0))
+            views[-1].reserve(Reservation(A.name, GIB // 8, 300, 15.0, 0.0))
     work = Work(A.name, input_tokens, 300, waited_ms, Objectives(ttft_ms=ttft_ms, tbt_ms=100.0))
     decision = decide(views, work, lut_of, 0.0, 0.02)
 

@@ -194,15 +194,13 @@ class TestPlacing:
                 self._factor = {"slow": 2.0, "quick": 1.0}[gpu_type]
                 self.device = type("Device", (), {"has_meter": False, "f_max_mhz": 0})()
                 self.request_bytes = self._real.request_bytes
+                self.axes = self._real.axes
 
             def ttft_ms(self, clock, share, tokens):
                 return self._factor * self._real.ttft_ms(1155, share, tokens)
 
             def tbt_ms(self, clock, share, batch, context):
                 return self._factor * self._real.tbt_ms(1155, share, batch, context)
-
-            def request_energy_j(self, *args):
-                return float("nan")
 
         made = GlobalSchedCore("s1", GlobalSettings(), lambda gpu_type, _: Unmetered(gpu_type))
         made.step(0.0, ev.ModelRegistered(model=A))

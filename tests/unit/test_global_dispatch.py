@@ -1,22 +1,19 @@
 """The three phases of dispatch (3.3), with the numbers of Figure 6, and one GPU's estimate by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from services.global_sched.dispatch import (
-    IN_CHUNKS,
-    Candidate,
     Decision,
-    Work,
     decide,
-    estimate,
     first_in_time,
     lacks_capacity,
     least_energy,
     soonest,
 )
+from services.global_sched.estimate import IN_CHUNKS, Candidate, Work, estimate
 from services.global_sched.view import ClusterView, Reservation, lut_for
 from shared.catalog import emulated_models
 from shared.model import EngineSummary, GpuSummary, Objectives, Prefills, StairStep
@@ -161,15 +158,15 @@ class TestEstimate:
         need = lut_for("h100-80gb", A).request_bytes(700)
         stairs = (StairStep(after_ms=0.0, free_bytes=2 * need, free_sm_share_pct=100),)
         own = engine(A.name, free_kv_bytes=2 * need)
-        cluster, view = view_of(own, staircase=stairs, free_bytes=2 * need)
+        _, view = view_of(own, staircase=stairs, free_bytes=2 * need)
         alone = estimate(view, WORK, lut_of, 0.0)
-        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
+        view.reserve(Reservation(A.name, need, 500, 300.0, 0.0))
         second = estimate(view, WORK, lut_of, 0.0)
         before_ms = IN_CHUNKS * lut_for("h100-80gb", A).ttft_ms(1155, 100, 500)
         assert second.ttft_ms == pytest.approx(alone.ttft_ms + before_ms)
         assert second.tbt_ms > alone.tbt_ms
         assert second.free_bytes == need
-        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
+        view.reserve(Reservation(A.name, need, 500, 300.0, 0.0))
         assert math.isinf(estimate(view, WORK, lut_of, 0.0).ttft_ms)
 
     def test_an_engine_with_its_own_pool_has_its_own_room(self):
@@ -179,12 +176,12 @@ class TestEstimate:
         later = (*full, StairStep(after_ms=50.0, free_bytes=need, free_sm_share_pct=40))
         _, view = view_of(engine(A.name, staircase=roomy), staircase=full, free_bytes=0)
         assert view.available(A.name, need, 0.0) == (0.0, 100)
-        cluster, view = view_of(engine(A.name, staircase=later), engine(B.name), staircase=roomy)
+        _, view = view_of(engine(A.name, staircase=later), engine(B.name), staircase=roomy)
         assert view.available(A.name, need, 0.0) == (50.0, 40)
-        cluster.reserve(view, Reservation(A.name, need, 500, 300.0, 0.0))
+        view.reserve(Reservation(A.name, need, 500, 300.0, 0.0))
         assert view.available(A.name, need, 0.0)[0] == math.inf
         assert view.available(B.name, need, 0.0) == (0.0, 100)  # of other memory than what A's pool reserves
-        cluster.reserve(view, Reservation(B.name, need, 500, 300.0, 0.0))
+        view.reserve(Reservation(B.name, need, 500, 300.0, 0.0))
         assert view.available(B.name, need, 0.0)[0] == math.inf
 
     def test_what_is_due_before_it_is_prefilled_before_it(self):

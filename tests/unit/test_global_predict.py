@@ -123,7 +123,7 @@ def test_the_core_stores_what_it_learns_at_most_so_often():
     assert core.wake_ms is None and core.step(2000.0, ev.Tick()) == []
     fresh = GlobalSchedCore("other", GlobalSettings())
     fresh.step(0.0, LearntRead(learnt=put.value))
-    assert fresh._predict(request(), 100_000) == core._predict(request(), 100_000)
+    assert fresh._predictor.of_request(request(), 100_000) == core._predictor.of_request(request(), 100_000)
     assert ev.Delete(key="festina:v1:learnt:s:m") in core.step(3000.0, ev.ModelRemoved(model="m"))
 
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.cli import profile
+from services.cli import explain, profile
 from services.cli.lut import lut_app
 from shared.errors import FestinaError
 from sim import cli as sim_cli
@@ -42,6 +42,7 @@ app.add_typer(tenants_app, name="tenants")
 app.command()(profile.profile)
 app.command()(sim_cli.sim)
 app.command()(sim_cli.plan)
+app.command()(explain.explain)
 
 Url = Annotated[str, typer.Option(envvar="FESTINA_URL", help="Address of a gateway.")]
 AdminKey = Annotated[
@@ -272,7 +273,7 @@ def main() -> None:
     try:
         app()
     except FestinaError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False)
+        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

@@ -6,9 +6,11 @@ processes on several machines.
 
 import asyncio
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,8 @@ from services.cli.supervise import Child, free_port
 from shared.errors import FestinaError
 
 PYTHON = sys.executable
+LOOPBACK_BYTES_S = "1e9"  # what KV from one emulated host to another is taken to travel at, at first
+TRACES = "traces"  # folder in the state folder: the latest spans of each service, for `festina explain`
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +81,19 @@ class Pool:
             port = free_port()
             self._env["FESTINA_REDIS_URL"] = f"redis://127.0.0.1:{port}/0"
             self.servers.append(self._child("store", store_server_argv(port, self.state_dir / "store")))
+        self._env.setdefault("FESTINA_TRACE_DIR", str(self.state_dir / TRACES))
+        self._env.setdefault("FESTINA_STAGES_DIR", str(self.stage_dir))
+        self._env.setdefault("FESTINA_LINK_SECRET", secrets.token_urlsafe(32))
+        self._env.setdefault("FESTINA_MIGRATOR_NETWORK_BYTES_S", LOOPBACK_BYTES_S)
         tables.note_servers(self.state_dir, self._env, [server.name for server in self.servers])
+
+    @property
+    def stage_dir(self) -> Path:
+        """Folder for KV that is moved: in shared memory, each pool's its own, or in the state folder."""
+        shared_memory = Path("/dev/shm")
+        if not os.access(shared_memory, os.W_OK):
+            return self.state_dir / "run" / "stages"
+        return shared_memory / f"festina-{sha256(str(self.state_dir).encode()).hexdigest()[:12]}"
 
     def core_services(self) -> list[Child]:
         """Return the services that every pool has, then the emulated hosts', not started yet."""
@@ -122,6 +138,7 @@ class Pool:
         await asyncio.gather(*(child.stop(10.0) for child in others))
         await asyncio.gather(*(child.stop(5.0) for child in self.servers))
         shutil.rmtree(self.state_dir / "run", ignore_errors=True)
+        shutil.rmtree(self.stage_dir, ignore_errors=True)
 
     def _service(self, service: str, ident: str, extra: Mapping[str, str] | None = None) -> Child:
         argv = [PYTHON, "-m", f"services.{service}.main"]

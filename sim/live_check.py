@@ -1,60 +1,86 @@
-"""Is the simulator what it simulates? One trace through a live emulated pool, and through a world.
+"""Is the simulator what it simulates, and what does governing the clocks save? One workload, four times.
 
-``python -m sim.live_check`` (``make live-check``) starts ``festina up --emulated``, sends it a workload in
-real time, plays the same workload in virtual time, and compares energy, attainment and token counts. The live
-pool is recorded, and every core plays its recording again.
+``python -m sim.live_check`` (``make live-check``) sends Poisson arrivals to a live emulated pool, and the
+same to one whose clocks stay at the device's default; then it plays both in virtual time. Live and simulated
+must agree on energy, attainment and tokens, and every core of the first pool must do again what was recorded
+of it. Numbers go to ``build/live-check.json``, clocks over time to ``build/live-check.png``.
 """
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import msgspec
-import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.cli.supervise import free_port
 from services.local_sched.made_up import VocabSlice, answer
+from services.local_sched.settings import LocalSettings
 from shared.devices import device_for
-from shared.errors import FestinaError
 from shared.model import ModelSpec, Request
-from shared.recording import FOLDER_VARIABLE
 from shared.slo import objectives_for
 from sim.cli import pool_models
+from sim.figures import check_plottable
+from sim.live_plot import plot
+from sim.live_pool import ENDS_S, TAIL_S, Live, live_run, prompt_of
 from sim.replay import Differs, replay
-from sim.report import attainment, report
-from sim.scenario import RequestRecord, Scenario
+from sim.report import attainment, quantiles, report
+from sim.scenario import RequestRecord, Scenario, Settings
 from sim.workload import Arrival, generate
 from sim.world import run
 
-LEAD_MS = 20_000.0  # before the first request, in which the models are loaded
-TAIL_S = 30.0  # after the last, in which all requests end
+LEAD_MS = 20_000.0  # before the first request in the simulator, in which the models are loaded
 ENERGY_WITHIN, ATTAINMENT_WITHIN = 0.05, 0.02
 VOCAB = VocabSlice(token_ids=(1,), eos_id=2)  # only lengths matter here
-UNLIMITED = httpx.Limits(max_connections=None)  # every open request has one
-PROMPT_IDS = range(300, 700)  # ordinary tokens of the stand-in tokenizer
+GPU_TYPE = "h100-80gb"
+OUTPUT = Path("build")
+IDLE = "modelled H100; energy with idle time, 110 W warm and 70 W cold"
+SAME = "all the same"
+FIXED = "FESTINA_LOCAL_SCHED_FIXED_CLOCK_MHZ"
 
 
-class Live(msgspec.Struct):
-    """What the live pool came to."""
+class Figures(msgspec.Struct):
+    """What one run of the workload came to.
+
+    Args:
+        energy_j: as the devices' meters have it, idle time included.
+        charged_j: the part of it that was reported with the requests' ends.
+    """
 
     energy_j: float
-    requests: list[RequestRecord]
+    charged_j: float
+    output_tokens: int
+    j_per_token: float
+    charged_j_per_token: float
+    attainment: float
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
 
 
-def prompt_of(index: int, tokens: int) -> list[int]:
-    """Return the prompt of a request, as token ids; each request has its own."""
-    return [PROMPT_IDS[(index + i) % len(PROMPT_IDS)] for i in range(tokens)]
+class Pair(msgspec.Struct):
+    """The same workload live and simulated, and what differs."""
+
+    name: str
+    live: Figures
+    simulated: Figures
+    energy_off: float
+    attainment_off: float
+    requests_with_other_tokens: int
+    pool_cores: float
+    machine_cores: float
+
+    @property
+    def agrees(self) -> tuple[bool, bool, bool]:
+        """Whether energy, attainment and tokens are as close as they must be."""
+        return (
+            abs(self.energy_off) <= ENERGY_WITHIN,
+            abs(self.attainment_off) <= ATTAINMENT_WITHIN,
+            self.requests_with_other_tokens == 0,
+        )
 
 
 def answered(arrivals: tuple[Arrival, ...], models: tuple[ModelSpec, ...]) -> tuple[Arrival, ...]:
@@ -83,193 +109,180 @@ def answered(arrivals: tuple[Arrival, ...], models: tuple[ModelSpec, ...]) -> tu
     )
 
 
-# ---- the live pool
-
-
-async def live_run(
-    arrivals: tuple[Arrival, ...], models: int, gpus: int, folder: Path, progress: Progress
-) -> Live:
-    """Start a pool, send it the arrivals, and stop it. Raises FestinaError if it does not come up."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "services.cli", "up", "--emulated", "--port", str(port)]
-    command += ["--gpus", str(gpus), "--models", str(models), "--state-dir", str(folder / "state")]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("FESTINA_")}
-    environment |= {"FESTINA_TRACING": "0", FOLDER_VARIABLE: str(folder / "recorded")}
-    with (folder / "up.log").open("wb") as log:
-        pool = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=UNLIMITED, trust_env=False) as http:
-            await _ready(http, models, pool, folder)
-            return await _measured(http, arrivals, progress)
-    finally:
-        pool.send_signal(signal.SIGINT)
-        try:
-            pool.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(pool.pid, signal.SIGKILL)
-
-
-async def _ready(http: httpx.AsyncClient, models: int, pool: "subprocess.Popen[bytes]", folder: Path) -> None:
-    deadline_s = time.monotonic() + 120.0
-    while time.monotonic() < deadline_s and pool.poll() is None:
-        await asyncio.sleep(0.5)
-        try:
-            listed = (await http.get("/v1/models")).json()["data"]
-        except (httpx.HTTPError, KeyError, ValueError):
-            continue
-        if sum(model["state"] == "ready" for model in listed) == models:
-            return
-    raise FestinaError(f"the pool did not come up: {(folder / 'up.log').read_text()[-2000:]}")
-
-
-async def _measured(http: httpx.AsyncClient, arrivals: tuple[Arrival, ...], progress: Progress) -> Live:
-    await asyncio.sleep(2.0)  # the summaries say what was loaded
-    before_j = await _energy_j(http)
-    start_s = time.monotonic()
-    total_s = arrivals[-1].at_ms / 1000.0 + TAIL_S
-    task = progress.add_task("live", total=total_s)
-    sending = [asyncio.create_task(_send(http, start_s, index, one)) for index, one in enumerate(arrivals)]
-    while (past_s := time.monotonic() - start_s) < total_s:
-        progress.update(task, completed=past_s)
-        await asyncio.sleep(min(1.0, total_s - past_s))
-    spent_j = await _energy_j(http) - before_j
-    progress.update(task, completed=total_s)
-    records = await asyncio.wait_for(asyncio.gather(*sending), 60.0)
-    return Live(energy_j=spent_j, requests=records)
-
-
-async def _energy_j(http: httpx.AsyncClient) -> float:
-    gpus = (await http.get("/admin/gpus")).json()["gpus"]
-    return float(sum(gpu["energy_j"] for gpu in gpus))
-
-
-async def _send(http: httpx.AsyncClient, start_s: float, index: int, arrival: Arrival) -> RequestRecord:
-    """Send one request at its time; the tokens between its first and its last are given even times."""
-    await asyncio.sleep(max(0.0, start_s + arrival.at_ms / 1000.0 - time.monotonic()))
-    body: dict[str, Any] = {
-        "model": arrival.model,
-        "prompt": prompt_of(index, arrival.input_tokens),
-        "seed": index,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    record = RequestRecord(
-        request_id=f"r{index}",
-        model=arrival.model,
-        tenant=arrival.tenant,
-        objectives=objectives_for(arrival.input_tokens),
-        arrived_ms=(time.monotonic() - start_s) * 1000.0,
-        input_tokens=arrival.input_tokens,
-        expected_tokens=arrival.output_tokens,
-    )
-    first_ms = last_ms = None
-    tokens = 0
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = msgspec.json.decode(line[6:])
-            if chunk.get("choices"):
-                last_ms = (time.monotonic() - start_s) * 1000.0
-                first_ms = first_ms or last_ms
-                record.outcome = chunk["choices"][0].get("finish_reason") or record.outcome
-            if chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
-            if "error" in chunk:
-                record.outcome = str(chunk["error"].get("code"))
-    if first_ms is not None and last_ms is not None:
-        record.token_ms = np.linspace(first_ms, last_ms, tokens).tolist()
-    return record
-
-
-# ---- the comparison
-
-
 def simulated(
-    arrivals: tuple[Arrival, ...], models: tuple[ModelSpec, ...], gpus: int
+    arrivals: tuple[Arrival, ...], models: tuple[ModelSpec, ...], gpus: int, fixed_mhz: int | None
 ) -> tuple[float, list[RequestRecord]]:
     """Play the same in a world; return its joules over the time measured live, and its requests."""
     later = tuple(msgspec.structs.replace(one, at_ms=one.at_ms + LEAD_MS) for one in arrivals)
     until_ms = later[-1].at_ms + TAIL_S * 1000.0
-    result = run(Scenario(models=models, arrivals=later, gpus=gpus, horizon_ms=until_ms))
-    numbers = report(result, device_for("h100-80gb"), LEAD_MS, until_ms)
-    return numbers.energy_j.cold, result.requests
+    end_ms = until_ms + ENDS_S * 1000.0  # what is still open then may end
+    settings = Settings(local=LocalSettings(fixed_clock_mhz=fixed_mhz))
+    world = Scenario(models=models, arrivals=later, gpus=gpus, horizon_ms=end_ms, settings=settings)
+    result = run(world)
+    return report(result, device_for(GPU_TYPE), LEAD_MS, until_ms).energy_j.cold, result.requests
+
+
+def figures(energy_j: float, requests: Sequence[RequestRecord]) -> Figures:
+    """Sum up a run."""
+    tokens = sum(one.output_tokens for one in requests)
+    ttft_ms = [one.token_ms[0] - one.arrived_ms for one in requests if one.token_ms]
+    p50, p99 = quantiles(ttft_ms, 0.5, 0.99)
+    charged_j = sum(one.energy_j or 0.0 for one in requests)
+    return Figures(
+        energy_j=energy_j,
+        charged_j=charged_j,
+        output_tokens=tokens,
+        j_per_token=energy_j / max(1, tokens),
+        charged_j_per_token=charged_j / max(1, tokens),
+        attainment=attainment(requests).request or 0.0,
+        ttft_p50_ms=p50,
+        ttft_p99_ms=p99,
+    )
+
+
+def compared(name: str, live: Live, energy_j: float, requests: Sequence[RequestRecord]) -> Pair:
+    """Set a live run beside the simulated one."""
+    ours, theirs = figures(live.energy_j, live.requests), figures(energy_j, requests)
+    return Pair(
+        name=name,
+        live=ours,
+        simulated=theirs,
+        energy_off=ours.energy_j / theirs.energy_j - 1.0,
+        attainment_off=ours.attainment - theirs.attainment,
+        requests_with_other_tokens=sum(
+            a.output_tokens != b.output_tokens for a, b in zip(live.requests, requests, strict=True)
+        ),
+        pool_cores=live.pool_cores,
+        machine_cores=live.machine_cores,
+    )
 
 
 def main(
     minutes: Annotated[float, typer.Option(help="How long requests arrive.")] = 10.0,
-    llms: int = 4,
-    rps: Annotated[float, typer.Option(help="Requests per second and model.")] = 0.25,
-    gpus: int = 2,
+    models: Annotated[int, typer.Option(help="Models served, by rank in the catalog.")] = 16,
+    gpus: Annotated[int, typer.Option(help="Emulated H100.")] = 4,
+    rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.4,
+    workload: Annotated[str, typer.Option(help="Name of a workload, as for `festina sim`.")] = "step",
     seed: int = 0,
+    default_clock: Annotated[
+        int, typer.Option(help="Clock in MHz to compare with; 0: no comparison, half the time.")
+    ] = device_for(GPU_TYPE).default_clock_mhz,
+    output: Annotated[Path, typer.Option(help="Folder for the numbers and the picture.")] = OUTPUT,
 ) -> None:
-    """Compare a live emulated pool with the simulator; status 1 if they differ by more than they may."""
+    """Compare a live emulated pool with the simulator, and its energy with that at the default clock.
+
+    Ends with status 1 where live and simulated differ by more than they may, or a core does not do again
+    what was recorded of it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    check_plottable(output / "live-check.png")
     console = Console()
-    models = pool_models(llms)
-    made = generate("sharegpt", models=models, rps_per_llm=rps, minutes=minutes, seed=seed).arrivals
-    arrivals = answered(made, models)
-    with tempfile.TemporaryDirectory(prefix="festina-live-") as name, Progress(console=console) as progress:
-        live = asyncio.run(live_run(arrivals, llms, gpus, Path(name), progress))
-        task = progress.add_task("simulated", total=None)
-        energy_j, requests = simulated(arrivals, models, gpus)
-        progress.update(task, total=1, completed=1)
-        replayed = _replayed(Path(name) / "recorded", progress)
-    same = _compare(console, live, energy_j, requests)
-    for line in replayed:
-        console.print(line)
-    if not same or any("steps, all the same" not in line for line in replayed):
+    served = pool_models(models)
+    made = generate(workload, models=served, rps_per_llm=rps, minutes=minutes, seed=seed).arrivals
+    arrivals = answered(made, served)
+    clocks: list[int | None] = [None, default_clock] if default_clock else [None]
+    names = ["governed", f"fixed at {default_clock} MHz"][: len(clocks)]
+    lives, pairs = [], []
+    with tempfile.TemporaryDirectory(prefix="festina-live-") as folder, _progress(console) as bar:
+        for number, (name, clock_mhz) in enumerate(zip(names, clocks, strict=True)):
+            task = bar.add_task(f"live, clocks {name}", total=1.0)
+            place, said = Path(folder) / str(number), _teller(bar, task)
+            settings = {} if clock_mhz is None else {FIXED: str(clock_mhz)}
+            lives.append(asyncio.run(live_run(arrivals, models, gpus, place, said, settings)))
+            bar.update(task, completed=1.0)
+        for name, clock_mhz, live in zip(names, clocks, lives, strict=True):
+            task = bar.add_task(f"simulated, clocks {name}", total=None)
+            pairs.append(compared(name, live, *simulated(arrivals, served, gpus, clock_mhz)))
+            bar.update(task, total=1.0, completed=1.0)
+        replayed = _replayed(Path(folder) / "0" / "recorded", bar)
+    title = (
+        f"{len(arrivals):,} requests ({workload}) in {minutes:g} min, {models} models, {gpus} x {GPU_TYPE}"
+    )
+    plot(list(zip(names, lives, strict=True)), f"{title} (emulated, live)", output / "live-check.png")
+    good = _show(console, title, pairs, replayed)
+    kept: dict[str, Any] = {"workload": title, "seed": seed, "good": good, "replayed": replayed}
+    kept |= {"runs": pairs, "saved": savings(pairs)}
+    (output / "live-check.json").write_bytes(msgspec.json.format(msgspec.json.encode(kept)))
+    console.print(f"written to {output / 'live-check.json'} and {output / 'live-check.png'}")
+    if not good:
         raise typer.Exit(1)
 
 
-def _replayed(folder: Path, progress: Progress) -> list[str]:
-    lines = []
-    for path in progress.track(sorted(folder.glob("*.rec")), description="replayed"):
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def _teller(bar: Progress, task: Any) -> Any:
+    return lambda part: bar.update(task, completed=part)
+
+
+def _replayed(folder: Path, bar: Progress) -> dict[str, str]:
+    """Return, by service, how many steps its core did again, or where it did something else."""
+    found = {}
+    for path in bar.track(sorted(folder.glob("*.rec")), description="replayed"):
         try:
-            lines.append(f"{path.name}: {replay(path):,} steps, all the same")
+            found[path.stem] = f"{replay(path):,} steps, {SAME}"
         except Differs as error:
-            lines.append(str(error))
-    return lines
+            found[path.stem] = str(error)
+    return found
 
 
-def _compare(console: Console, live: Live, energy_j: float, requests: list[RequestRecord]) -> bool:
-    """Print both sides of each figure; say whether all are as close as they must be."""
-    live_met, sim_met = attainment(live.requests).request or 0.0, attainment(requests).request or 0.0
-    live_tokens = [one.output_tokens for one in live.requests]
-    sim_tokens = [one.output_tokens for one in requests]
-    off = live.energy_j / energy_j - 1.0
-    verdicts = (
-        abs(off) <= ENERGY_WITHIN,
-        abs(live_met - sim_met) <= ATTAINMENT_WITHIN,
-        live_tokens == sim_tokens,
-    )
-    table = Table("figure", "live", "simulated", "difference", "within")
-    rows = (
-        ("energy, kJ (cold)", f"{live.energy_j / 1e3:.2f}", f"{energy_j / 1e3:.2f}", f"{off:+.2%}", "5 %"),
-        (
-            "attainment by request",
-            f"{live_met:.2%}",
-            f"{sim_met:.2%}",
-            f"{100 * (live_met - sim_met):+.2f} points",
-            "2 points",
-        ),
-        (
-            f"tokens of {len(requests)} requests",
-            f"{sum(live_tokens):,}",
-            f"{sum(sim_tokens):,}",
-            f"{sum(a != b for a, b in zip(live_tokens, sim_tokens, strict=True))} requests differ",
-            "none",
-        ),
-    )
-    for row, good in zip(rows, verdicts, strict=True):
-        table.add_row(*row, style="" if good else "red")
-    for name, side in (("live", live.requests), ("simulated", requests)):
-        ttft_ms = [one.token_ms[0] - one.arrived_ms for one in side if one.token_ms]
-        console.print(
-            f"TTFT p50, p99 {name}: {np.quantile(ttft_ms, 0.5):.1f}, {np.quantile(ttft_ms, 0.99):.1f} ms"
-        )
+def savings(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return what governing the clocks saves live, as parts of what the default takes."""
+    if len(pairs) < 2:
+        return {}
+    ours, theirs = pairs[0].live, pairs[1].live
+    return {
+        "energy": 1.0 - ours.energy_j / theirs.energy_j,
+        "j_per_token": 1.0 - ours.j_per_token / theirs.j_per_token,
+        "charged_j_per_token": 1.0 - ours.charged_j_per_token / theirs.charged_j_per_token,
+        "attainment": ours.attainment - theirs.attainment,
+    }
+
+
+# ---- printing
+
+
+def _show(console: Console, title: str, pairs: Sequence[Pair], replayed: dict[str, str]) -> bool:
+    """Print all; say whether live and simulated agree, and everything was replayed."""
+    table = Table("clocks", "figure", "live", "simulated", "difference", "within", title=title, caption=IDLE)
+    for pair in pairs:
+        for row, good in zip(_rows(pair), (*pair.agrees, True, True, True), strict=True):
+            table.add_row(pair.name, *row, style="" if good else "red")
     console.print(table)
-    return all(verdicts)
+    for name, said in replayed.items():
+        console.print(f"replayed {name}: {said}", style="" if said.endswith(SAME) else "red", highlight=False)
+    for pair in pairs:
+        cores = f"the pool took {pair.pool_cores:.2f} cores, this machine {pair.machine_cores:.2f} in all"
+        console.print(f"{pair.name}: {cores}", highlight=False)
+    if saved := savings(pairs):
+        console.print(
+            f"governed against {pairs[1].name}, live: [bold]{saved['energy']:.1%} less energy[/bold], "
+            f"{saved['j_per_token']:.1%} less per token ({saved['charged_j_per_token']:.1%} of what requests "
+            f"are charged, idle time left out), attainment {100 * saved['attainment']:+.2f} points",
+            soft_wrap=True,
+        )
+    return all(all(pair.agrees) for pair in pairs) and all(said.endswith(SAME) for said in replayed.values())
+
+
+def _rows(pair: Pair) -> list[tuple[str, ...]]:
+    ours, theirs = pair.live, pair.simulated
+    energies = (f"{one.energy_j / 1e3:.2f}" for one in (ours, theirs))
+    per_token = (f"{one.j_per_token:.3f}" for one in (ours, theirs))
+    charged = (f"{one.charged_j_per_token:.3f}" for one in (ours, theirs))
+    met = (f"{one.attainment:.2%}" for one in (ours, theirs))
+    tokens = (f"{one.output_tokens:,}" for one in (ours, theirs))
+    ttft = (f"{one.ttft_p50_ms or 0:.1f}, {one.ttft_p99_ms or 0:.1f}" for one in (ours, theirs))
+    other = f"{pair.requests_with_other_tokens} requests differ"
+    return [
+        ("energy, kJ", *energies, f"{pair.energy_off:+.2%}", "5 %"),
+        ("attainment by request", *met, f"{100 * pair.attainment_off:+.2f} points", "2 points"),
+        ("output tokens", *tokens, other, "none"),
+        ("J per output token", *per_token, "", ""),
+        ("that charged to requests", *charged, "", ""),
+        ("TTFT p50, p99, ms", *ttft, "", ""),
+    ]
 
 
 if __name__ == "__main__":

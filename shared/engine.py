@@ -31,10 +31,15 @@ class RunRequest(Order):
 
     Here, and wherever scheduler and engine name a request, `request_id` is that of the run: a request that is
     evicted and comes back has another one, so a late report on its earlier run is not taken for it.
+
+    With a `stage`, the KV of the first `kv_tokens` tokens of its context is taken from there; `KvImported` says
+    how that went.
     """
 
     model: str
     request: Request
+    stage: str = ""
+    kv_tokens: int = 0
 
 
 class StopRequest(Order):
@@ -74,9 +79,9 @@ class EngineEnded(Event):
 
 
 class StepOutput(Struct, array_like=True):
-    """What one step did for one request.
+    """What the steps of a report did for one request.
 
-    `prefilled_tokens` counts prompt tokens computed in this step. `finish_reason` is ``stop``, ``length`` or
+    `prefilled_tokens` counts prompt tokens computed in them. `finish_reason` is ``stop``, ``length`` or
     ``error``, with the last output. `energy_j` is this request's part of the step, None without a meter.
     """
 
@@ -89,12 +94,19 @@ class StepOutput(Struct, array_like=True):
 
 
 class StepDone(Event):
-    """An engine has finished a step under the plan `plan_id`."""
+    """An engine has finished a step under the plan `plan_id`, or several since its last report.
+
+    `duration_ms` is that of all of them. `ages_ms` says how long ago each ended, the first of them first;
+    empty if it was one. The tokens of an output are those of the last steps. `aborted_j` is what
+    requests took that were stopped before it was told.
+    """
 
     model: str
     plan_id: int
     duration_ms: float
     outputs: tuple[StepOutput, ...]
+    ages_ms: tuple[float, ...] = ()
+    aborted_j: float = 0.0
 
 
 class OutOfMemory(Event):
@@ -119,3 +131,49 @@ class DeviceSampled(Event):
     used_bytes: int
     power_w: float | None
     energy_j: float | None
+
+
+class ExportKv(Order):
+    """Copy KV blocks of a request into the stage of its move; it keeps them, and goes on if the plan lets it.
+
+    A block that is not full yet is copied only while the plan holds the request: else it would still change.
+    """
+
+    model: str
+    request_id: str
+    move_id: str
+    first_block: int
+    blocks: int
+    stage: str
+
+
+class KvExported(Event):
+    """What an `ExportKv` has copied: `blocks` from `first_block` on, of the `total_blocks` that the request has.
+
+    The stage now covers the first `tokens` tokens of the context. No step of the request that began before the
+    copy is reported after this. `reason` says why nothing could be copied.
+    """
+
+    model: str
+    move_id: str
+    first_block: int
+    blocks: int
+    total_blocks: int
+    n_bytes: int
+    checksum: int
+    took_ms: float
+    tokens: int = 0
+    reason: str = ""
+
+
+class KvImported(Event):
+    """How the KV of a `RunRequest` was taken from its stage, told before the run's first step.
+
+    `tokens` of its context need not be computed. 0: all of it is, for the `reason` given.
+    """
+
+    model: str
+    request_id: str
+    tokens: int
+    took_ms: float
+    reason: str = ""

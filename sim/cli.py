@@ -1,13 +1,12 @@
 """`festina sim` and `festina plan`: the commands of the simulator."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -26,11 +25,11 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:  # the simulator is imported when it runs, so that other commands start fast
     from shared.devices import Device
     from shared.model import ModelSpec
-    from sim.plan import Case, Outcome
     from sim.workload import Workload
 
 RANKED = 32  # models of the catalog that every device holds; more are copies of them
 MINUTES = 10.0  # of a made workload
+BUDGET_S = 45.0  # of a plan: with what starts and ends it, under a minute
 PREDICTORS = ("live", "oracle", "paper", "measured")
 
 errors = Console(stderr=True)
@@ -78,9 +77,10 @@ def sim(
     """
     from shared.systems import system_for
     from sim import figures, tables
-    from sim.plan import planned_device
+    from sim.collector import collecting_rarely
     from sim.report import report
-    from sim.scenario import Scenario
+    from sim.scenario import FAST, Scenario
+    from sim.tasks import planned_device
     from sim.world import run
 
     system_for(system)
@@ -103,11 +103,13 @@ def sim(
         seed=seed,
         default_clock_mhz=default_clock,
         predictor=predictor,
+        settings=FAST,
     )
     with _progress() as bar:
         task = bar.add_task(f"simulating {len(load.arrivals):,} requests", total=1.0)
         started_s = time.monotonic()
-        result = run(scenario, progress=lambda part: bar.update(task, completed=part))
+        with collecting_rarely():
+            result = run(scenario, progress=lambda part: bar.update(task, completed=part))
         result.wall_s = time.monotonic() - started_s
     numbers = report(result, device, span_ms / 3, span_ms)
     title = f"{system}: {workload}, {llms} LLMs, {gpus} x {gpu_type}"
@@ -139,17 +141,23 @@ def plan(
     gpu_type: GpuType = "h100-80gb",
     seed: Seed = 0,
     predictor: Predictor = "live",
+    budget_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds to spend: a long trace is sampled. 0: none is, however long."),
+    ] = BUDGET_S,
     as_json: Json = False,
 ) -> None:
     """What would this trace cost, and how many GPUs does it need?
 
     The fewest GPUs that meet the target are looked for; that run is repeated with the unmeasured numbers of
-    the device model at the ends of their bands.
+    the device model at the ends of their bands. Of a long trace windows are played, and figures come with the
+    95 % interval that this leaves.
     """
     from sim import tables
-    from sim.plan import Case, banded_cases, planned_device
     from sim.plan import plan as find
+    from sim.tasks import Case, planned_device
     from sim.traces import read_trace
+    from sim.workers import Workers
     from sim.workload import replay
 
     device = planned_device(gpu_type)
@@ -158,10 +166,10 @@ def plan(
     models = pool_models(llms)
     load = replay(read_trace(trace), models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
     base = Case(models=models, arrivals=load.arrivals, gpus=1, device=device, seed=seed, predictor=predictor)
-    runs = len(counts).bit_length() + len(banded_cases(base))
     said = f"planning for {len(load.arrivals):,} requests"
-    with _progress() as bar, _Workers(bar, said, runs) as workers:
-        answer = find(base, counts, target, workers.solve)
+    budget = budget_s or math.inf
+    with _progress() as bar, Workers(bar, said, budget) as workers:
+        answer = find(base, counts, target, workers.play, budget, workers.left_s)
     if as_json:
         print_json(answer)
         _say(load)
@@ -253,54 +261,6 @@ def _check(predictor: str, default_clock: int | None, device: "Device") -> None:
         raise ConfigError(
             f"{device.name} has no clock of {default_clock} MHz; it has {low} to {high} in steps of {step}"
         )
-
-
-class _Workers:
-    """Two processes that run cases side by side; `total` is how many will be run."""
-
-    def __init__(self, bar: Progress, description: str, total: int) -> None:
-        spawn = get_context("spawn")  # a fork would take the progress bar's thread's locks with it
-        self._bar, self._task = bar, bar.add_task(description, total=total)
-        self._done = spawn.Value("d", 0.0)
-        self._pool = ProcessPoolExecutor(2, spawn, initializer=_join, initargs=(self._done,))
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def solve(self, cases: "Sequence[Case]") -> "list[Outcome]":
-        """Run cases and return their outcomes in the same order."""
-        futures = [self._pool.submit(_solved, case) for case in cases]
-        while wait(futures, timeout=0.2).not_done:
-            self._bar.update(self._task, completed=self._done.value)
-        return [future.result() for future in futures]
-
-
-_done: Any = None  # in a worker: the cases done by all of them, as a shared number
-
-
-def _join(done: Any) -> None:
-    global _done
-    _done = done
-
-
-def _solved(case: "Case") -> "Outcome":
-    """Run a case in a worker, and keep the shared number up to date."""
-    from sim.plan import solve_case
-
-    told = 0.0
-
-    def tell(part: float) -> None:
-        nonlocal told
-        with _done.get_lock():
-            _done.value += part - told
-        told = part
-
-    outcome = solve_case(case, tell)
-    tell(1.0)
-    return outcome
 
 
 @contextmanager

@@ -99,10 +99,13 @@ class Clients:
         if self._complain is not None:
             self._judge(record, action)
         times = record.token_ms
-        if fresh == 1:
-            times.append(now_ms)
-        else:
+        if fresh == 1 or not action.ages_ms:
             times += [now_ms] * fresh
+        elif fresh:
+            ages_ms = action.ages_ms[-fresh:]
+            before_ms = times[-1] if times else 0.0  # what was on its way for longer is not overtaken
+            times += [now_ms - ages_ms[0]] * (fresh - len(ages_ms))
+            times += [max(before_ms, now_ms - age_ms) for age_ms in ages_ms]
         record.gpu, record.attempts = action.gpu, action.attempt
         if action.end is not None:
             record.energy_j = action.end.energy_j
@@ -141,8 +144,10 @@ class Clients:
         """Say whether a request may be cut off because a GPU beside its models holds no more tokens of it."""
         scenario = self._scenario
         total_bytes = (scenario.device or device_for(scenario.gpu_type)).total_bytes
-        room_bytes = total_bytes * (1.0 - scenario.settings.local.memory_margin)
-        room_bytes -= sum(model.weight_bytes for model in scenario.models)
+        settings = scenario.settings.local
+        room_bytes = total_bytes * (1.0 - settings.memory_margin)
+        pool_bytes = room_bytes if scenario.elastic_kv else settings.fixed_pool_share * room_bytes
+        room_bytes = min(pool_bytes, room_bytes - sum(model.weight_bytes for model in scenario.models))
         block_tokens = device_for(scenario.gpu_type).block_tokens
         tokens = record.input_tokens + output_tokens + block_tokens
         return tokens * self._models[record.model].kv_bytes_per_token >= room_bytes

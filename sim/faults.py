@@ -2,7 +2,7 @@
 
 `crash`          the service `target` is gone for `for_ms`, its state with it; a GPU's engines end as well
 `pause`          it stands still for `for_ms`; what comes meanwhile waits, its device goes on
-`bus_lost`       its connection to the bus is down for `for_ms`, and it knows
+`bus_lost`       its connection to the bus is down for `for_ms`, and it knows; then it reads the store again
 `cut`            `target` and `other` do not reach each other for `for_ms`, and nobody knows
 `stale`          the summaries of GPU `target` come `value` ms later, for `for_ms`
 `clock_refused`  GPU `target` runs at `value` MHz whatever it is asked, for `for_ms`
@@ -13,7 +13,10 @@
 `leave`          GPU `target` is told to stop: it drains for `for_ms`, and starts again
 `drain`          an administrator drains GPU `target` for `for_ms`
 `move`           a scheduler asks for one more instance of model `target`, and in `for_ms` what waits for it
-                 on one GPU is moved to another: one request, or with `value` below 0 each
+                 on one GPU is moved to another: one request, or with `value` below 0 each; with 2 or -2 those
+                 that run as well
+`lut`            a look-up table of model `target` is stored whose times are `value` times the modelled ones
+`remove`         model `target` is removed, and added again after `for_ms`: with `value` < 0 as another one
 `flush`          the store loses everything
 `cancel`         the client of request `target` leaves
 `stop`           the client of request `target` has all the text it wants
@@ -23,10 +26,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.gateway.events import STOPPED, DrainGpu
+import msgspec
+
+from services.gateway.events import STOPPED, AddModel, DrainGpu, RemoveModel
 from shared import events as ev
+from shared.devices import device_for
 from shared.engine import EngineEnded
-from sim.nodes import GpuNode, Node
+from shared.lut import Lut, pack
+from shared.lut_table import Provenance
+from shared.subjects import ROUTES, lut_key
+from sim.nodes import GpuNode, Node, lut_of
 from sim.scenario import Fault
 
 if TYPE_CHECKING:
@@ -159,29 +168,85 @@ def _move(world: "World", fault: Fault) -> None:
     asks = ev.ScaleOut(model=model, scheduler="scheduler-0", reason="sustained_deficit")
     world.bus.send(world.now_ms, world.by_name["scheduler-0"], model, asks)
     for again_ms in (0.0, 50.0, 400.0):
-        world.later(fault.for_ms + again_ms, lambda: _move_waiting(world, model, fault.value < 0))
+        world.later(fault.for_ms + again_ms, lambda: _move_away(world, model, fault))
 
 
-def _move_waiting(world: "World", model: str, each: bool) -> None:
-    """Have a model's waiting requests moved, as a consolidator would, if two GPUs have the model."""
+def _move_away(world: "World", model: str, fault: Fault) -> None:
+    """Have a model's requests moved, as a consolidator would, if two GPUs have the model."""
     up = [node for node in world.gpus if node.core is not None]
-    waits = {n.ident: [w for w in n.local.state.queue.values() if w.request.model == model] for n in up}
+    running, each = abs(fault.value) > 1, fault.value < 0
+    waits = {
+        n.ident: [
+            work
+            for work in (n.local.state.works if running else n.local.state.queue).values()
+            if work.request.model == model
+        ]
+        for n in up
+    }
     source = next((node for node in up if waits[node.ident]), None)
     there = [n for n in up if n is not source and model in n.local.state.engines]
     if source is None or not there:
         return
     order = ev.Move(
         move_id=f"{source.ident}-{there[0].ident}-{world.now_ms:.6f}",
-        request_id="*" if each else waits[source.ident][0].request.request_id,
+        request_id=("**" if running else "*") if each else waits[source.ident][0].request.request_id,
         model=model,
         source=source.ident,
         destination=there[0].ident,
+        destination_host=_other_host(source, there[0]),
     )
     world.bus.send(world.now_ms, world.by_name["consolidator-0"], source.local.state.host, order)
 
 
+def _other_host(source: GpuNode, destination: GpuNode) -> str:
+    host = destination.local.state.host
+    return "" if host == source.local.state.host else host
+
+
+def _lut(world: "World", fault: Fault) -> None:
+    """Store a table as the command line does; whoever decides by tables reads it, at once or at its start."""
+    spec = next(model for model in world.scenario.models if model.name == fault.target)
+    device = world.scenario.device or device_for(world.scenario.gpu_type)
+    right = lut_of(device, spec)
+    times = right.block.copy()
+    for grid in right.axes.grids(times)[::2]:  # of prefill and decode; between them are the powers
+        grid *= fault.value
+    provenance = Provenance(kind="measured", device=device.name)
+    packed = pack(Lut(device, spec, right.axes, times, provenance))
+    world.luts[lut_key(device.name, spec.name)] = packed
+    for node in world.nodes:
+        if node.service in ROUTES[ev.LutStored].readers and node.hears:
+            life = node.life
+            world.later(
+                world.scenario.network.delay_ms,
+                lambda node=node, life=life: (  # type: ignore[misc]
+                    world.feed(node, ev.LutRead(packed=packed)) if node.life == life else None
+                ),
+            )
+
+
+def _remove(world: "World", fault: Fault) -> None:
+    """Let an administrator remove a model, and add one of its name."""
+    gateway = world.any_gateway()
+    spec = next(model for model in world.scenario.models if model.name == fault.target)
+    if gateway is None:
+        return
+    world.feed(gateway, RemoveModel(spec.name))
+    again = msgspec.structs.replace(spec, layers=spec.layers + 1) if fault.value < 0 else spec
+
+    def add() -> None:
+        up = world.any_gateway()
+        if up is None:
+            world.later(100.0, add)
+        else:
+            world.feed(up, AddModel(again))
+
+    world.later(fault.for_ms, add)
+
+
 def _flush(world: "World", fault: Fault) -> None:
     world.store.flush()
+    world.luts.clear()
 
 
 def _cancel(world: "World", fault: Fault) -> None:
@@ -206,6 +271,8 @@ KINDS: dict[str, Callable[["World", Fault], None]] = {
     "leave": _leave,
     "drain": _drain,
     "move": _move,
+    "lut": _lut,
+    "remove": _remove,
     "flush": _flush,
     "cancel": _cancel,
     "stop": _stop,

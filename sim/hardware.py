@@ -37,6 +37,14 @@ class Hardware:
         node.order(now_ms, node.clock_ms(now_ms), order)
         self.arm(node)
 
+    def report_each_step(self) -> None:
+        """Let all engines report every step from now on."""
+        for node in self._world.gpus:
+            if node.gpu is not None and self._world.now_ms >= node.paused_until_ms:
+                self.advance(node)
+                node.gpu.report_each_step(node.clock_ms(self._world.now_ms))
+                self.arm(node)
+
     def arm(self, node: GpuNode) -> None:
         """See to it that a device reports when something is due on it."""
         assert node.gpu is not None

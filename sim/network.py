@@ -57,8 +57,13 @@ class Bus:
         if route is None:
             route = self._routes[kind, to] = self._route(kind, to)
         everyone, group = route
-        for reader in everyone:
-            self._carry(now_ms, sender, reader, message)
+        if self._plain and not self._stale and not self._cut_ms:
+            at_ms = now_ms + self._network.delay_ms
+            for reader in everyone:
+                self._deliver(at_ms, reader, message)
+        else:
+            for reader in everyone:
+                self._carry(now_ms, sender, reader, message)
         listening = [reader for reader in group if reader.hears] if group else ()
         if listening:
             first = len(listening) == 1

@@ -41,6 +41,8 @@ class Node:
         armed_ms: the earliest tick in the world's heap.
         paused_until_ms: it stands still until then; what comes meanwhile waits.
         life: number of its present process; what was meant for an earlier one is dropped.
+        models, models_heard, rereads: what its core knows of models, those that the bus has told of since it
+            was back, and how often it was (`sim/shells.py`).
     """
 
     index: int
@@ -57,6 +59,9 @@ class Node:
     ticks_at_once: int = 0
     ticked_ms: float = -math.inf
     last_ms: float = -math.inf
+    models: dict[str, ModelSpec] = field(default_factory=dict)
+    models_heard: set[str] = field(default_factory=set)
+    rereads: int = 0
 
     @property
     def hears(self) -> bool:
@@ -65,7 +70,9 @@ class Node:
 
     def clock_ms(self, now_ms: float) -> float:
         """Return what its clock shows; it never runs back, whatever rounding does."""
-        self.last_ms = max(self.last_ms, now_ms + self.offset_ms)
+        shown_ms = now_ms + self.offset_ms
+        if shown_ms > self.last_ms:
+            self.last_ms = shown_ms
         return self.last_ms
 
 
@@ -144,15 +151,16 @@ class GpuNode(Node):
         return tuple(map(float.__add__, self.past_ms, now))
 
 
-_LUTS: dict[tuple[str, ModelSpec], Lut] = {}  # by the device's digest
+_LUTS: dict[tuple[str, str], Lut] = {}  # by the device's digest and the model's name
 
 
 def lut_of(device: Device, model: ModelSpec) -> Lut:
     """Return a modelled look-up table, built once in this process."""
-    key = (device.digest, model)
-    if key not in _LUTS:
-        _LUTS[key] = build(device, model)
-    return _LUTS[key]
+    key = (device.digest, model.name)
+    found = _LUTS.get(key)
+    if found is None or (found.model is not model and found.model != model):
+        found = _LUTS[key] = build(device, model)
+    return found
 
 
 def predict_of(scenario: Scenario, true_tokens: Callable[[Request], int]) -> Predict | None:
@@ -196,7 +204,7 @@ def build_nodes(scenario: Scenario, true_tokens: Callable[[Request], int]) -> li
             CONSOLIDATOR,
             name,
             lambda now_ms, models, placement, name=name: ConsolidatorCore(
-                name, settings.consolidator, placement, models
+                name, settings.consolidator, placement, models, lambda gpu_type, model: lut_of(device, model)
             ),
         )
     for i in range(scenario.hosts):
@@ -206,10 +214,18 @@ def build_nodes(scenario: Scenario, true_tokens: Callable[[Request], int]) -> li
         name, host = f"gpu-{i}", f"host-{i * scenario.hosts // scenario.gpus}"
 
         def local(now_ms: float, *_: object, name: str = name, host: str = host) -> LocalSchedCore:
-            return LocalSchedCore(name, host, "emulated", device, settings.local, now_ms, lut_of)
+            return LocalSchedCore(
+                name, host, "emulated", device, settings.local, now_ms, lut_of, scenario.elastic_kv
+            )
 
         def gpu() -> EmulatedGpu:
-            return EmulatedGpu(device, elastic_kv=scenario.elastic_kv, vocab=VOCAB, output_length=true_tokens)
+            return EmulatedGpu(
+                device,
+                elastic_kv=scenario.elastic_kv,
+                vocab=VOCAB,
+                output_length=true_tokens,
+                report_steps=settings.local.report_steps,
+            )
 
         nodes.append(GpuNode(len(nodes), LOCAL, name, local, make_gpu=gpu))
     for each in nodes:

@@ -24,6 +24,7 @@ from services.migrator.settings import MigratorSettings
 from shared import events as ev
 from shared.config import load
 from shared.devices import device_for
+from shared.engine import LoadEngine
 from shared.recording import encoded, event_types, read
 from shared.subjects import CONSOLIDATOR, GATEWAY, GLOBAL, LOCAL, MIGRATOR
 
@@ -60,9 +61,21 @@ def _local(path: Path, ident: str) -> LocalSchedCore:
                 summary = _sent(data).summary
                 device, settings = device_for(summary.gpu_type), load(LocalSettings, LOCAL)
                 return LocalSchedCore(
-                    ident, summary.host, summary.engine, device, settings, summary.started_ms
+                    ident,
+                    summary.host,
+                    summary.engine,
+                    device,
+                    settings,
+                    summary.started_ms,
+                    elastic_kv=elastic_kv(path),
                 )
     raise Differs(f"{path.name} has no summary, so its device is not known")
+
+
+def elastic_kv(path: Path) -> bool:
+    """Say whether a GPU's engines shared its memory for KV, and were not ordered with pools of their own."""
+    orders = (data for _, _, actions in read(path) for kind, data in actions if kind == "LoadEngine")
+    return not any(msgspec.msgpack.decode(data, type=LoadEngine).kv_pool_bytes for data in orders)
 
 
 def _sent(data: bytes) -> Any:

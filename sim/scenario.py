@@ -7,6 +7,7 @@ import msgspec
 
 from services.consolidator.settings import ConsolidatorSettings
 from services.gateway.settings import GatewaySettings
+from services.global_sched.predict import Learnt
 from services.global_sched.settings import GlobalSettings
 from services.local_sched.settings import LocalSettings
 from services.migrator.settings import MigratorSettings
@@ -61,6 +62,13 @@ class Settings(Struct):
     migrator: MigratorSettings = MigratorSettings()
 
 
+FAST = Settings(local=LocalSettings(report_steps=32), gateway=GatewaySettings(ack_interval_ms=250.0))
+"""As shipped, but up to 32 decode steps are reported at once, and acknowledged less often.
+
+See docs/simulator.md, Speed. For networks that lose nothing.
+"""
+
+
 class Scenario(Struct):
     """A cluster, what its clients ask of it, and what goes wrong.
 
@@ -73,6 +81,8 @@ class Scenario(Struct):
         max_tokens: bound on the output that clients set; None leaves it at the model's context.
         predictor: ``live`` learns as in service; ``oracle``, ``paper`` and ``measured`` know the truth, with
             the error of that name in `services/global_sched/predict_standin.py`.
+        learnt: what the schedulers have learnt about outputs before the world begins.
+        least_ms: the world lasts this long at least, even if it is at rest.
         horizon_ms: the world ends then, whatever is unfinished; None lets all requests end, and come to rest.
         sample_ms: period of the time series of the result.
         device_sample_ms: period at which a local scheduler reads its device.
@@ -94,7 +104,9 @@ class Scenario(Struct):
     network: Network = Network()
     faults: tuple[Fault, ...] = ()
     predictor: str = "live"
+    learnt: tuple[Learnt, ...] = ()
     max_tokens: int | None = None
+    least_ms: float = 0.0
     horizon_ms: float | None = None
     elastic_kv: bool = True
     sample_ms: float = 1_000.0

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from shared.devices import Device
-from sim.plan import Case, Outcome, Plan
+from sim.plan import Plan, Range
 from sim.report import Report
+from sim.tasks import Case
+from sim.tries import Outcome
+from sim.windows import Estimate
 from sim.workload import MOST_TOKENS, Workload
 
 
@@ -40,32 +43,39 @@ def summary(numbers: Report, device: Device, title: str, span_ms: float) -> Tabl
 def planned(answer: Plan, base: Case, price: float | None) -> Iterator[Table | str]:
     """Yield what a plan says, part by part; `price` is that of a kWh."""
     hours = base.span_ms / 3.6e6
+    chosen = answer.chosen
     table = Table(title=f"{len(base.arrivals):,} requests in {hours * 60:.1f} minutes", title_justify="left")
-    for name in ("GPUs", "device model", "on time", "tokens", "kJ", "J/token", "used"):
-        table.add_column(name, justify="left" if name == "device model" else "right", no_wrap=True)
+    for name in ("GPUs", "played", "on time", "tokens on time", "kWh", "J/token", "GPUs used"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in answer.tried:
-        table.add_row(*_outcome(one, "as in the table"))
-    for one in answer.banded:
-        table.add_row(*_outcome(one, one.changed))
+        table.add_row(*_outcome(one, answer.windows))
     yield table
-    gpus = f"{answer.chosen.gpus} x {base.device.name}"
-    wanted = f"{answer.target:.0%} of the requests on time"
-    if answer.needed_gpus is None:
-        yield f"[yellow]No number of GPUs that was tried brings {wanted};[/yellow] with {gpus}:"
-    else:
-        yield f"[bold]{gpus}[/bold] are the fewest tried that bring {wanted}:"
+    yield from _verdict(answer, base.device.name)
     energy, share = answer.energy_kwh, answer.attainment
-    ends = (energy.value, energy.least, energy.most)
-    yield (
-        "  energy {:.3g} kWh ({:.3g} to {:.3g} over the bands of the device model)".format(*ends)
-        + f"; {energy.value * 24 / hours:.3g} kWh a day at this rate"
-    )
+    half, a_day = _half(chosen.energy_kwh, "{:.2g}"), energy.value * 24 / hours
+    ends = _over_bands("{:.3g}", energy)
+    yield f"  energy {energy.value:.3g}{half} kWh{ends}; {a_day:.3g} kWh a day at this rate"
     if price is not None:
-        yield "  cost {:.3g} ({:.3g} to {:.3g})".format(*(kwh * price for kwh in ends))
-    yield f"  on time {share.value:.1%} ({share.least:.1%} to {share.most:.1%})"
-    used = " ".join(f"{count:.1f}" for count in answer.chosen.active_gpus)
-    yield f"  GPUs with a model, over the time of the trace: {used}"
+        cost = Range(*(kwh * price for kwh in (energy.value, energy.least, energy.most)))
+        yield f"  cost {cost.value:.3g}{_over_bands('{:.3g}', cost)}"
+    yield f"  on time {share.value:.1%}{_over_bands('{:.1%}', share)}"
+    used = " ".join(f"{count:.1f}" for _, count in chosen.active_gpus)
+    minutes = " ".join(f"{minute:.0f}" for minute, _ in chosen.active_gpus)
+    yield f"  GPUs with a model: {used}\n  from minute:       {minutes}"
+    if not answer.bands:
+        yield "  No time was left for the bands of the device model; give more with --budget-s."
+    for band in answer.bands:
+        yield (
+            f"  {band.changed}: energy {band.energy_factor - 1:+.1%}, on time {band.attainment_change:+.1%}"
+            f" ({band.windows} of {answer.windows} windows)"
+        )
     yield f"Modelled energy; a GPU without a model counts as cold ({base.device.static_w:g} W)."
+    if not all(one.whole for one in answer.tried):
+        yield (
+            f"Sampled: of {answer.windows} windows of {answer.window_s:.0f} s, those counted above"
+            " were played; ± is the 95 % interval that this leaves. They do not show what the consolidator"
+            " saves over many minutes. --budget-s 0 plays all."
+        )
 
 
 def said(load: Workload) -> str:
@@ -75,17 +85,39 @@ def said(load: Workload) -> str:
     return " ".join(told)
 
 
-def _outcome(one: Outcome, device_model: str) -> list[str]:
-    numbers = one.report
-    reached = numbers.attainment
+def _verdict(answer: Plan, gpu_type: str) -> Iterator[str]:
+    """Say how many GPUs are needed, and how sure that is."""
+    gpus, wanted = f"{answer.chosen.gpus} x {gpu_type}", f"{answer.target:.0%} of the requests on time"
+    unsure = "" if answer.sure else ", by its middle: the interval reaches over the target"
+    mean, most = answer.work_gpus
+    yield f"The work alone fills {mean:.1f} GPUs at the highest clock, {most:.1f} in the busiest window."
+    if answer.needed_gpus is None:
+        yield f"[yellow]No number of GPUs that was tried brings {wanted}{unsure};[/yellow] with {gpus}:"
+    else:
+        yield f"[bold]{gpus}[/bold] are the fewest tried that bring {wanted}{unsure}:"
+
+
+def _over_bands(form: str, one: Range) -> str:
+    """Return the ends of a range over the bands; empty where no band was played."""
+    ends = (form.format(end) for end in (one.least, one.most))
+    return " ({} to {} over the bands of the device model)".format(*ends) if one.most > one.least else ""
+
+
+def _half(one: Estimate, form: str) -> str:
+    """Return half of an interval, with its sign; empty where nothing was left open."""
+    half = max(one.high - one.value, one.value - one.low)
+    return f" ± {form.format(half)}" if half > 0 else ""
+
+
+def _outcome(one: Outcome, windows: int) -> list[str]:
+    shares = (one.attainment, one.token_attainment)
     return [
         str(one.gpus),
-        device_model,
-        _number(reached.request, "{:.1%}"),
-        _number(reached.token, "{:.1%}"),
-        f"{numbers.energy_j.cold / 1000:,.1f}",
-        _number(numbers.j_per_token, "{:.3f}"),
-        f"{numbers.active_gpus_mean:.2f}",
+        "whole" if one.whole else f"{one.windows} of {windows}",
+        *(f"{share.value:.1%}{_half(share, '{:.1%}')}" for share in shares),
+        f"{one.energy_kwh.value:.3g}{_half(one.energy_kwh, '{:.2g}')}",
+        _number(one.j_per_token, "{:.3f}"),
+        f"{one.active_gpus_mean.value:.2f}{_half(one.active_gpus_mean, '{:.2f}')}",
     ]
 
 

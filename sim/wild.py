@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from services.consolidator.settings import ConsolidatorSettings
 from services.gateway.settings import GatewaySettings
 from services.local_sched.settings import LocalSettings
+from services.migrator.settings import MigratorSettings
 from shared.model import ModelSpec
 from sim.chance import Chance
 from sim.scenario import Fault, Network, Scenario, Settings
@@ -39,6 +40,10 @@ MEDIUM = model("medium-8b", 16.0, 131_072, keep_alive_ms=2_500.0)
 THICK = model("thick-14b", 28.0, 3_276_800)  # few of its requests fit at a time
 LARGE = model("large-30b", 60.0, 196_608, keep_alive_ms=None)
 MODELS = (SMALL, MEDIUM, THICK, LARGE)
+PREDICTORS = ("live", "live", "oracle", "paper", "measured")
+GREEDY = model("greedy-7b", 14.0, 80_000_000)  # memory is full with 700 of its tokens
+TIGHT_PART = 0.3  # of the seeds: memory is short, and outputs are often longer than predicted
+FIXED_PART = 0.2  # of the seeds: engines have KV pools of their own, as vLLM's
 
 
 def scenario(seed: int) -> Scenario:
@@ -47,7 +52,10 @@ def scenario(seed: int) -> Scenario:
     gpus = 1 + chance.below(3)
     models = tuple(m for m in MODELS if chance.happens(0.6)) or (SMALL,)
     gateways = 1 + chance.below(2)
-    arrivals = _arrivals(chance, models)
+    tight = chance.happens(TIGHT_PART)
+    if tight:
+        models = (GREEDY, *models[:1]) if models[0] is SMALL else (GREEDY,)
+    arrivals = _arrivals(chance, models, tight)
     base = Scenario(
         models=models,
         arrivals=arrivals,
@@ -57,26 +65,27 @@ def scenario(seed: int) -> Scenario:
         schedulers=1 + chance.below(2),
         consolidators=1 + chance.below(2),
         hosts=1 + chance.below(gpus),
-        settings=_settings(chance),
+        settings=_settings(chance, tight),
         network=_network(chance),
-        predictor=chance.pick(("live", "live", "oracle", "paper", "measured")),
-        elastic_kv=True,
+        predictor=chance.pick(("measured", "paper") if tight else PREDICTORS),
+        elastic_kv=not chance.happens(FIXED_PART),
         sample_ms=10_000.0,
     )
     faults = tuple(_fault(chance, base) for _ in range(chance.below(7)))
     return replace(base, faults=tuple(sorted(faults, key=lambda fault: fault.at_ms)))
 
 
-def _arrivals(chance: Chance, models: tuple[ModelSpec, ...]) -> tuple[Arrival, ...]:
-    gap_ms = chance.between(40.0, 400.0)
-    longest = chance.pick((20, 60, 200))
+def _arrivals(chance: Chance, models: tuple[ModelSpec, ...], tight: bool) -> tuple[Arrival, ...]:
+    gap_ms = chance.between(50.0, 200.0) if tight else chance.between(40.0, 400.0)
+    longest = chance.pick((60, 150)) if tight else chance.pick((20, 60, 200))
+    inputs = (50, 300) if tight else (100, 600, 3_000)
     at_ms, arrivals = FIRST_ARRIVAL_MS, []
     while at_ms < FIRST_ARRIVAL_MS + SPAN_MS:
         arrivals.append(
             Arrival(
                 at_ms=at_ms,
                 model=chance.pick(models).name,
-                input_tokens=1 + chance.below(chance.pick((100, 600, 3_000))),
+                input_tokens=1 + chance.below(chance.pick(inputs)),
                 output_tokens=1 + chance.below(longest),
                 tenant=chance.pick(("default", "other")),
             )
@@ -85,17 +94,22 @@ def _arrivals(chance: Chance, models: tuple[ModelSpec, ...]) -> tuple[Arrival, .
     return tuple(arrivals)
 
 
-def _settings(chance: Chance) -> Settings:
+def _settings(chance: Chance, tight: bool) -> Settings:
     queue = chance.pick((512, 8))
     return Settings(
         gateway=GatewaySettings(max_inflight=chance.pick((2_048, 40)), stall_timeout_ms=20_000.0),
         local=LocalSettings(
             max_queue=queue,
-            max_running=chance.pick((256, 4, 1)),
+            max_running=256 if tight else chance.pick((256, 4, 1)),
             max_unacknowledged=chance.pick((4_096, 4_096, 4_096, 16)),
-            memory_margin=chance.pick((0.05, 0.3)),
+            memory_margin=0.05 if tight else chance.pick((0.05, 0.3)),
         ),
         consolidator=ConsolidatorSettings(settle_ms=500.0),
+        migrator=MigratorSettings(
+            chunk_bytes=chance.pick((128 << 20, 1 << 20)),
+            host_bytes_s=chance.pick((20e9, 1e12)),
+            network_bytes_s=chance.pick((0.0, 1e12)),
+        ),
     )
 
 
@@ -141,8 +155,13 @@ def _fault(chance: Chance, base: Scenario) -> Fault:
         )
     if kind == "engine_lost":
         return Fault(at_ms, kind, gpu, other=chance.pick(base.models).name)
+    if kind == "lut":
+        return Fault(at_ms, kind, chance.pick(base.models).name, value=chance.between(0.6, 1.6))
+    if kind == "remove":
+        return Fault(at_ms, kind, chance.pick(base.models).name, for_ms, chance.pick((-1.0, 1.0)))
     if kind == "move":
-        return Fault(at_ms, kind, chance.pick(base.models).name, 600.0 + short_ms, chance.pick((-1.0, 1.0)))
+        how = chance.pick((-2.0, -1.0, 1.0, 2.0))  # of what waits or runs, one or each (`sim/faults.py`)
+        return Fault(at_ms, kind, chance.pick(base.models).name, 600.0 + short_ms, how)
     value = {
         "stale": long_ms,
         "clock_refused": chance.pick((345.0, 1_980.0)),
@@ -154,5 +173,5 @@ def _fault(chance: Chance, base: Scenario) -> Fault:
 _KINDS = (
     *("crash", "crash", "pause", "bus_lost", "cut", "stale", "clock_refused", "memory", "device_lost"),
     *("engine_lost", "clock_step", "leave", "drain", "drain", "flush", "cancel", "cancel", "stop", "stop"),
-    *("move", "move", "move", "move"),
+    *("move", "move", "move", "move", "lut", "lut", "remove"),
 )

@@ -13,11 +13,10 @@ from itertools import count
 from typing import Any
 
 from services.gateway.events import Deliver, Fail
-from services.global_sched.predict import LearntRead
 from shared import engine as en
 from shared import events as ev
 from shared.devices import device_for
-from shared.subjects import GATEWAY, GLOBAL, ROUTES, model_key
+from shared.subjects import GATEWAY, learnt_key, model_key
 from sim import faults
 from sim.chance import Chance
 from sim.check import Checks, InvariantBroken
@@ -26,11 +25,13 @@ from sim.hardware import Hardware
 from sim.network import Bus, Store
 from sim.nodes import GpuNode, Node, build_nodes
 from sim.scenario import Result, Scenario
+from sim.shells import MODEL_NEWS, NOTED, Shells
 from sim.story import Story
 from sim.wakes import Wakes
 
 FAULT, DEVICE, MESSAGE, TICK, ARRIVAL, SAMPLE = range(6)  # ranks
 REST_CHECK_MS = 1_000.0
+LAST_STEPS_MS = 100.0  # before the horizon engines begin to report each step, so that no token is left out
 REST_WITHIN_MS = 900_000.0  # after the last arrival and fault, every timeout of every service included
 
 _entry = struct.Struct("<dHH").pack
@@ -56,9 +57,11 @@ class World:
         self.gateways = [node for node in self.nodes if node.service == GATEWAY]
         self.bus = Bus(self.nodes, scenario.network, Chance(scenario.seed), self._carry)
         self.store = Store()
+        self.luts: dict[str, bytes] = {}  # in the store as well, packed
         self.total_bytes = device_for(scenario.gpu_type).total_bytes  # of each GPU
         self.counters: dict[str, float] = {}
         self.hardware = Hardware(self)
+        self._shells = Shells(self)
         self._wakes = Wakes(self)
         self._checks = Checks(self) if check else None
         self._replay = replay
@@ -75,8 +78,7 @@ class World:
             Deliver: self._to_client,
             Fail: self._to_client,
         }
-        orders = (en.LoadEngine, en.UnloadEngine, en.RunRequest, en.StopRequest, en.SetPlan, en.SetClock)
-        self._performers |= dict.fromkeys(orders, self.hardware.order)
+        self._performers |= dict.fromkeys(en.Order.__subclasses__(), self.hardware.order)
 
     # ---- running
 
@@ -92,6 +94,8 @@ class World:
         scenario = self.scenario
         for model in scenario.models:
             self.store.put(0.0, model_key(model.name), model)
+        for learnt in scenario.learnt:
+            self.store.put(0.0, learnt_key(learnt.scheduler, learnt.model), learnt)
         for node in self.nodes:
             self.start(node)
         for index, arrival in enumerate(scenario.arrivals):
@@ -101,9 +105,11 @@ class World:
         for node in self.gpus:
             self._push(0.0, SAMPLE, None, lambda node=node: self.hardware.record(node, scenario.sample_ms))
         last_ms = max((a.at_ms for a in scenario.arrivals), default=0.0)
-        last_ms = max([last_ms, *(f.at_ms + f.for_ms for f in scenario.faults)])
+        last_ms = max([last_ms, scenario.least_ms, *(f.at_ms + f.for_ms for f in scenario.faults)])
         end_ms = scenario.horizon_ms
-        if end_ms is None:
+        if end_ms is not None:
+            self._push(max(0.0, end_ms - LAST_STEPS_MS), FAULT, None, self.hardware.report_each_step)
+        else:
             self.later(last_ms, lambda: self._look_for_rest(last_ms + REST_WITHIN_MS))
         self._loop(math.inf if end_ms is None else end_ms, end_ms or last_ms + 1.0, progress)
         return self._result()
@@ -157,28 +163,8 @@ class World:
     # ---- services
 
     def start(self, node: Node) -> None:
-        """Start a service: a new core, which is told what the store knows."""
-        now_ms = self.now_ms
-        node.offset_ms, node.last_ms = node.wall_ms, -math.inf
-        node.life += 1
-        node.bus_lost, node.armed_ms = False, math.inf
-        models = tuple(self.store.models(now_ms))
-        placement = self.store.placement(now_ms)
-        if isinstance(node, GpuNode):
-            self.hardware.make(node)
-        node.core = node.make(node.clock_ms(now_ms), models, placement)
-        self.feed(node, ev.Tick())
-        if isinstance(node, GpuNode):
-            self.hardware.read(node, node.life)
-        known: list[ev.Message] = [ev.ModelRegistered(model=model) for model in models]
-        known += [ev.PlacementChanged(placement=placement)] if placement else []
-        known += [ev.SummaryChanged(summary=summary) for summary in self.store.summaries(now_ms)]
-        for message in known:
-            if node.service in ROUTES[type(message)].readers:
-                self.feed(node, message)
-        if node.service == GLOBAL:
-            for learnt in sorted(self.store.learnt(now_ms), key=lambda each: each.scheduler == node.ident):
-                self.feed(node, LearntRead(learnt=learnt))
+        """Start a service."""
+        self._shells.start(node)
 
     def stop(self, node: Node) -> None:
         """End a service's process, with all that it holds."""
@@ -206,6 +192,8 @@ class World:
             code = self._kinds[kind] = len(self._kinds)
         self._hash.update(_entry(self.now_ms, node.index, code))
         self.events += 1
+        if kind in NOTED:
+            self._shells.note(node, event)
         if self.story is not None:
             self.story.add(self.now_ms, node.ident, event)
         try:
@@ -236,6 +224,8 @@ class World:
         if self.now_ms < node.paused_until_ms:
             self._push(node.paused_until_ms, MESSAGE, node, message)
         elif node.hears:
+            if type(message) in MODEL_NEWS:
+                self._shells.heard(node, message)
             self.feed(node, message)
 
     def _to_client(self, node: Node, action: Deliver | Fail) -> None:

@@ -13,8 +13,11 @@ half by bytes moved; no device measures its engines one by one.
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from services.local_sched.emulated_step import Engine, Step, run_together
+from services.local_sched.emulated_engine import Engine
+from services.local_sched.emulated_meter import IDLE, OVERHEAD, REQUESTS, Meter
+from services.local_sched.emulated_step import Step, idle_parts_w, run_together
 from services.local_sched.made_up import VocabSlice
 from shared.devices import Device
 from shared.engine import (
@@ -22,6 +25,7 @@ from shared.engine import (
     DeviceSampled,
     EngineEnded,
     EngineReady,
+    ExportKv,
     LoadEngine,
     Order,
     RunRequest,
@@ -32,10 +36,7 @@ from shared.engine import (
 )
 from shared.events import Event
 from shared.model import Request
-from shared.silicon import idle_power_w, load_ms
-
-_REQUESTS, _OVERHEAD, _IDLE = "requests", "overhead", "idle"
-_STATES = ("active", "warm", "cold")
+from shared.silicon import load_ms
 
 
 class EmulatedGpu:
@@ -52,6 +53,8 @@ class EmulatedGpu:
             needs a pool of its own, fixed when it loads.
         vocab: what the answers are made of.
         output_length: how many tokens the answer to a request has, where a workload says; None draws it.
+        report_steps: most decode steps that an engine takes before it reports them; above 1, steps between
+            which nothing happens take no events of their own (`emulated_engine.py`).
     """
 
     def __init__(
@@ -62,34 +65,40 @@ class EmulatedGpu:
         elastic_kv: bool = True,
         vocab: VocabSlice,
         output_length: Callable[[Request], int] | None = None,
+        report_steps: int = 1,
     ) -> None:
         self.device = device
         self._control_delay_ms = control_delay_ms
         self._elastic_kv = elastic_kv
         self._vocab = vocab
         self._output_length = output_length
+        self._report_steps = report_steps
         self._engines: dict[str, Engine] = {}
         self._orders: deque[tuple[float, Order]] = deque()
         self._clock_mhz = device.default_clock_mhz
         self._now_ms: float | None = None
-        self._since_ms = 0.0  # conditions are what they are since then, and energy is summed up to then
-        self._power_w = 0.0
-        self._parts_w = [0.0] * 5
-        self._parts_j = [0.0] * 5
-        self._state_ms = dict.fromkeys(_STATES, 0.0)
-        self._use = _IDLE
-        self._energy_j = 0.0
-        self._uses_j = {_REQUESTS: 0.0, _OVERHEAD: 0.0, _IDLE: 0.0}
+        self._wake_ms: float | None = None
+        self._conditions: tuple[Any, ...] = ()  # that time and power were last worked out for
+        self._meter = Meter()
 
     # ---- what experiments do to it
 
     def kill(self, now_ms: float, model: str) -> None:
         """Let a model's engine die at once, without a report: whoever kills it says so."""
-        events: list[Event] = []
         self._pass(now_ms)
         self._sum_energy(now_ms)
-        self._obey(now_ms, UnloadEngine(model=model), events)
+        self._obey(now_ms, UnloadEngine(model=model), [])
         self._set_conditions(now_ms)
+
+    def report_each_step(self, now_ms: float) -> None:
+        """Report every step from now on, and with the one under way all that was not reported."""
+        self._pass(now_ms)
+        self._report_steps = 1
+        for engine in self._engines.values():
+            engine.report_due = bool(engine.sequences)
+            if engine.step is not None:
+                engine.step.cut(now_ms)
+        self._look_ahead()
 
     # ---- what the local scheduler sees
 
@@ -101,17 +110,13 @@ class EmulatedGpu:
     @property
     def wake_ms(self) -> float | None:
         """When something next happens: an order arrives, a model is loaded, or a step ends."""
-        wake_ms = self._orders[0][0] if self._orders else None
-        for engine in self._engines.values():
-            due_ms = engine.ready_ms if engine.step is None else engine.step.end_ms
-            if due_ms is not None and (wake_ms is None or due_ms < wake_ms):
-                wake_ms = due_ms
-        return wake_ms
+        return self._wake_ms
 
     def order(self, now_ms: float, order: Order) -> None:
         """Take an order; it reaches the device after the control delay."""
         self._pass(now_ms)
         self._orders.append((now_ms + self._control_delay_ms, order))
+        self._look_ahead()
 
     def advance(self, now_ms: float) -> list[Event]:
         """Let the device run up to `now_ms` and return what happened, in order of time.
@@ -120,7 +125,7 @@ class EmulatedGpu:
         """
         self._pass(now_ms)
         events: list[Event] = []
-        while (wake_ms := self.wake_ms) is not None and wake_ms <= now_ms:
+        while (wake_ms := self._wake_ms) is not None and wake_ms <= now_ms:
             self._happen(wake_ms, events)
         return events
 
@@ -131,16 +136,14 @@ class EmulatedGpu:
         return DeviceSampled(
             state=self.state,
             used_bytes=self.used_bytes,
-            power_w=self._power_w if metered else None,
+            power_w=self.power_w if metered else None,
             energy_j=self.energy_j if metered else None,
         )
 
     @property
     def state(self) -> str:
         """``active`` while a step runs or a model loads, ``warm`` with idle engines, ``cold`` with none."""
-        if self._use != _IDLE:
-            return "active"
-        return "warm" if self._engines else "cold"
+        return self._meter.state
 
     @property
     def sm_clock_mhz(self) -> int:
@@ -158,66 +161,52 @@ class EmulatedGpu:
     @property
     def power_w(self) -> float:
         """What it draws now; meaningless without a meter."""
-        return self._power_w
+        return self._meter.power_w
 
     @property
     def energy_j(self) -> float:
         """Joules since the device was first called; the sum of the three uses."""
-        return self._energy_j + self._unsummed_j()
+        return self._meter.energy_j(self._now_ms or 0.0)
 
     @property
     def request_energy_j(self) -> float:
         """Joules that went to requests, those of the steps that run now included."""
-        return self._used_j(_REQUESTS)
+        return self._meter.used_j(REQUESTS, self._now_ms or 0.0)
 
     @property
     def overhead_energy_j(self) -> float:
         """Joules that went to loading models and to aborted work."""
-        return self._used_j(_OVERHEAD)
+        return self._meter.used_j(OVERHEAD, self._now_ms or 0.0)
 
     @property
     def idle_energy_j(self) -> float:
         """Joules while nothing ran or loaded."""
-        return self._used_j(_IDLE)
+        return self._meter.used_j(IDLE, self._now_ms or 0.0)
 
     @property
     def energy_parts_j(self) -> tuple[float, ...]:
         """Joules by what they were for: floor, context, SM clock, HBM, compute; the sum is `energy_j`."""
-        seconds = 0.0 if self._now_ms is None else (self._now_ms - self._since_ms) / 1000
-        return tuple(j + w * seconds for j, w in zip(self._parts_j, self._parts_w, strict=True))
+        return self._meter.parts_j(self._now_ms or 0.0)
 
     @property
     def state_ms(self) -> tuple[float, ...]:
         """Time spent so far active, warm and cold."""
-        passed_ms = 0.0 if self._now_ms is None else self._now_ms - self._since_ms
-        state = self.state
-        return tuple(self._state_ms[s] + (passed_ms if s == state else 0.0) for s in _STATES)
+        return self._meter.state_ms(self._now_ms or 0.0)
 
     # ---- time and energy
 
     def _pass(self, now_ms: float) -> None:
         if self._now_ms is None:
-            self._since_ms = now_ms
+            self._meter.since_ms = now_ms
             self._set_conditions(now_ms)
         assert self._now_ms is None or now_ms >= self._now_ms, (
             f"time ran back from {self._now_ms} to {now_ms}"
         )
         self._now_ms = now_ms
 
-    def _unsummed_j(self) -> float:
-        return 0.0 if self._now_ms is None else self._power_w * (self._now_ms - self._since_ms) / 1000
-
-    def _used_j(self, use: str) -> float:
-        return self._uses_j[use] + (self._unsummed_j() if use == self._use else 0.0)
-
     def _sum_energy(self, now_ms: float) -> None:
         """Charge the time since the last event to its use, and to the steps that ran."""
-        self._state_ms[self.state] += now_ms - self._since_ms
-        seconds = (now_ms - self._since_ms) / 1000
-        self._since_ms = now_ms
-        self._parts_j = [j + w * seconds for j, w in zip(self._parts_j, self._parts_w, strict=True)]
-        self._energy_j += self._power_w * seconds
-        self._uses_j[self._use] += self._power_w * seconds
+        seconds = self._meter.pass_to(now_ms)
         for step in self._steps():
             step.energy_j += step.power_w * seconds
 
@@ -226,38 +215,62 @@ class EmulatedGpu:
         self._sum_energy(now_ms)
         for engine in self._engines.values():
             if engine.step is not None and engine.step.end_ms <= now_ms:
-                done, lost_j = engine.finish_step(self.device.has_meter)
-                self._write_off(lost_j)
-                events.append(done)
+                done, lost_j = engine.finish_step(self.device, self._report_steps)
+                self._meter.write_off(lost_j)
+                if done is not None:
+                    events.append(done)
             elif engine.ready_ms is not None and engine.ready_ms <= now_ms:
                 engine.ready_ms = None
                 events.append(self._ready(engine))
+            if engine.copies.due_ms is not None and engine.copies.due_ms <= now_ms:
+                self._end_copy(now_ms, engine, events)
         while self._orders and self._orders[0][0] <= now_ms:
             self._obey(now_ms, self._orders.popleft()[1], events)
         for engine in self._engines.values():
             if engine.sequences and engine.step is None and engine.ready_ms is None:
-                events.extend(engine.start_step(self.device, self._free_blocks(engine), now_ms))
+                free_blocks = self._free_blocks(engine)
+                events.extend(engine.start_step(self.device, free_blocks, now_ms, self._report_steps))
+            engine.copies.begin(now_ms, self.device, engine.plan, engine.step)
         self._set_conditions(now_ms)
+
+    def _end_copy(self, now_ms: float, engine: Engine, events: list[Event]) -> None:
+        """End a copy of KV; what has come in joins the next step."""
+        report, terabytes = engine.copies.finish()
+        if report is not None:
+            events.append(report)
+        if self.device.has_meter:
+            self._meter.charge(self.device.w_per_tb_per_s * terabytes)
+        if engine.step is not None:
+            engine.step.cut(now_ms)
 
     def _set_conditions(self, now_ms: float) -> None:
         """Work out speeds and power from what runs now, and move the ends of the running steps."""
         steps = self._steps()
-        loading = any(e.ready_ms is not None for e in self._engines.values())
-        self._use = _REQUESTS if steps else _OVERHEAD if loading else _IDLE
-        if steps:
-            self._parts_w = list(run_together(self.device, self._clock_mhz, steps, now_ms))
-            self._power_w = sum(self._parts_w)
-        elif self.device.has_meter:
-            self._power_w = idle_power_w(self.device, "warm" if self._engines else "cold")
-            self._parts_w = [self.device.static_w, self._power_w - self.device.static_w, 0.0, 0.0, 0.0]
+        loading = any(engine.ready_ms is not None for engine in self._engines.values())
+        conditions = (self._clock_mhz, loading, len(self._engines), *steps)
+        if conditions != self._conditions:
+            self._conditions = conditions
+            use = REQUESTS if steps else OVERHEAD if loading else IDLE
+            state = "active" if use != IDLE else "warm" if self._engines else "cold"
+            if steps:
+                parts_w = run_together(self.device, self._clock_mhz, steps, now_ms)
+            else:
+                parts_w = idle_parts_w(self.device, bool(self._engines))
+            self._meter.set(use, state, parts_w)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Work out when something next happens."""
+        wake_ms = self._orders[0][0] if self._orders else None
+        for engine in self._engines.values():
+            due_ms = engine.ready_ms if engine.step is None else engine.step.end_ms
+            for at_ms in (due_ms, engine.copies.due_ms):
+                if at_ms is not None and (wake_ms is None or at_ms < wake_ms):
+                    wake_ms = at_ms
+        self._wake_ms = wake_ms
 
     def _steps(self) -> list[Step]:
-        return [e.step for e in self._engines.values() if e.step is not None]
-
-    def _write_off(self, energy_j: float) -> None:
-        """Move energy from requests to overhead: what it was spent on was aborted."""
-        self._uses_j[_REQUESTS] -= energy_j
-        self._uses_j[_OVERHEAD] += energy_j
+        return [engine.step for engine in self._engines.values() if engine.step is not None]
 
     # ---- orders
 
@@ -278,18 +291,31 @@ class EmulatedGpu:
         elif isinstance(order, UnloadEngine):
             engine = self._engines.pop(order.model, None)
             if engine is not None:
-                if engine.step is not None:
-                    self._write_off(engine.step.energy_j)
+                self._meter.write_off(engine.unreported_j)
                 events.append(EngineEnded(model=order.model))
         elif isinstance(order, RunRequest | StopRequest | SetPlan) and order.model in self._engines:
             engine = self._engines[order.model]
             if isinstance(order, RunRequest):
-                length = self._output_length(order.request) if self._output_length else None
-                engine.add(order.request, self._vocab, length)
+                self._run(engine, order)
             elif isinstance(order, StopRequest):
-                engine.drop(order.request_id)
+                self._meter.write_off(engine.drop(order.request_id))
             else:
                 engine.plan = order.plan
+            if engine.step is not None:
+                engine.step.cut(now_ms)
+
+        elif isinstance(order, ExportKv) and order.model in self._engines:
+            engine = self._engines[order.model]
+            engine.copies.export(order, engine.sequences.get(order.request_id))
+
+    def _run(self, engine: Engine, order: RunRequest) -> None:
+        """Take a request in, with its KV if it brings any."""
+        length = self._output_length(order.request) if self._output_length else None
+        sequence = engine.add(order.request, self._vocab, length)
+        if order.kv_tokens:
+            free_blocks = self._free_blocks(engine)
+            block_tokens = self.device.block_tokens
+            engine.blocks += engine.copies.take_in(order, sequence, block_tokens, free_blocks)
 
     def _load(self, now_ms: float, order: LoadEngine, events: list[Event]) -> None:
         """Start loading a model if its weights, and its KV pool if it has one, fit in the free memory."""

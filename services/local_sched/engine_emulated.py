@@ -62,6 +62,10 @@ class EmulatedEngines:
         self._run()
         return self._gpu.sample(self._now_ms())
 
+    def requests(self) -> dict[str, int]:
+        """Return by model how many requests its engine has."""
+        return {name: len(engine.sequences) for name, engine in self._gpu.engines.items()}
+
     async def close(self) -> None:
         """Stop the device's time; nothing is reported any more."""
         self._loop = None

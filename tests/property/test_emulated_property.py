@@ -90,10 +90,10 @@ def order_list(
 
 
 def play(
-    orders: list[tuple[float, Order]], pause_ms: float, elastic: bool
+    orders: list[tuple[float, Order]], pause_ms: float, elastic: bool, report_steps: int = 1
 ) -> tuple[EmulatedGpu, list[Event]]:
     """Give the orders at their times, and look at the device every `pause_ms` besides."""
-    gpu = EmulatedGpu(DEVICE, vocab=VOCAB, elastic_kv=elastic)
+    gpu = EmulatedGpu(DEVICE, vocab=VOCAB, elastic_kv=elastic, report_steps=report_steps)
     events = gpu.advance(0.0)
     looks = math.ceil(END_MS / pause_ms) if pause_ms else 0
     script: list[tuple[float, Order | None]] = [*orders, *((i * pause_ms, None) for i in range(looks))]
@@ -127,12 +127,12 @@ def test_how_often_the_device_is_advanced_makes_no_difference(
 
 
 @settings(max_examples=60, deadline=None)
-@given(runs, st.lists(changes, max_size=12))
+@given(runs, st.lists(changes, max_size=12), st.sampled_from((1, 1, 2, 7, 32)))
 def test_energy_adds_up_and_requests_get_their_own_tokens_once(
-    runs: list[tuple[float, str, int, int]], changes: list[tuple[float, Order]]
+    runs: list[tuple[float, str, int, int]], changes: list[tuple[float, Order]], report_steps: int
 ) -> None:
     orders = order_list(runs, changes)
-    gpu, events = play(orders, 0.0, True)
+    gpu, events = play(orders, 0.0, True, report_steps)
     check(gpu)
     # Nothing runs at the end: what is still there is held, starved or has no share.
     assert gpu.wake_ms is None
@@ -155,9 +155,11 @@ def test_energy_adds_up_and_requests_get_their_own_tokens_once(
 
 
 @settings(max_examples=40, deadline=None)
-@given(runs)
-def test_undisturbed_requests_all_end_and_free_their_memory(runs: list[tuple[float, str, int, int]]) -> None:
-    gpu, events = play(order_list(runs, []), 0.0, True)
+@given(runs, st.sampled_from((1, 1, 7, 32)))
+def test_undisturbed_requests_all_end_and_free_their_memory(
+    runs: list[tuple[float, str, int, int]], report_steps: int
+) -> None:
+    gpu, events = play(order_list(runs, []), 0.0, True, report_steps)
     starved = {event.request_id for event in events if isinstance(event, OutOfMemory)}
     ended = [
         out.request_id

@@ -21,6 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.consolidator import core as consolidator
+from services.consolidator import upkeep
 from services.gateway.core import GatewayCore
 from services.global_sched.asks import WaitingRoom
 from services.local_sched import ends, running
@@ -84,7 +85,7 @@ def consolidator_overfills(patch: pytest.MonkeyPatch) -> None:
         first = next(iter(rooms), None)
         return {model.name: first.gpu for model in models} if first else {}
 
-    patch.setattr(consolidator, "place", wrong)
+    patch.setattr(upkeep, "place", wrong)
 
 
 def consolidator_goes_back(patch: pytest.MonkeyPatch) -> None:
@@ -124,15 +125,15 @@ def migrator_commits_too_soon(patch: pytest.MonkeyPatch) -> None:
 
 PLANTS: dict[Plant, int] = {  # and a seed that was seen to catch it, which is tried first
     gateway_takes_repeats: 4,
-    gateway_forgets_ends: 3,
+    gateway_forgets_ends: 1,
     scheduler_keeps_what_it_sent: 0,
     local_keeps_memory: 0,
-    local_forgets_a_token: 363,
-    local_stops_nothing: 29,
-    consolidator_overfills: 0,
+    local_forgets_a_token: 13,
+    local_stops_nothing: 4,
+    consolidator_overfills: 2,
     consolidator_goes_back: 0,
     migrator_never_ends: 61,
-    migrator_commits_too_soon: 55,
+    migrator_commits_too_soon: 22,
 }
 
 

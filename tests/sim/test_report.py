@@ -6,7 +6,6 @@ import pytest
 from shared.devices import device_for
 from shared.model import Objectives
 from sim.figures import attainment_over_time
-from sim.plan import active_over_time
 from sim.report import attainment, gaps_ms, late_tokens, quantiles, report, request_met, tokens_between
 from sim.scenario import DeviceRecord, DeviceSample, RequestRecord, Result
 
@@ -168,12 +167,7 @@ def test_samples_between_the_window_s_ends_are_interpolated() -> None:
     assert (numbers.j_per_token, numbers.ttft_ms.p50, numbers.attainment.token) == (None, None, None)
 
 
-def test_gpus_and_attainment_over_time() -> None:
-    device = DeviceRecord(
-        "gpu-0",
-        [sample(1000.0, 1000.0, 0, 0, 0, 0, 0), sample(2000.0, 1500.0, 0, 0, 0, 0, 0)],
-    )
-    assert active_over_time(result([], [device]), 2000.0, parts=2) == (0.0, 0.5)
+def test_attainment_over_time() -> None:
     requests = [request(100.0), request(900.0, arrived_ms=1.0), request(2100.0, arrived_ms=2000.0)]
     middles, shares = attainment_over_time(result(requests, []), bins=2)
     assert shares == [0.5, 1.0]

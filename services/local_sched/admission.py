@@ -48,7 +48,9 @@ def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
         )
         return [*actions, Send(to=event.scheduler, message=refused), count_outcome(request, "refused")]
     state.gateways.setdefault(request.gateway, now_ms)
-    enqueue(state, new_work(state, now_ms, request, event.predicted_output_tokens))
+    work = new_work(state, now_ms, request, event.predicted_output_tokens)
+    work.dispatch = event.reason
+    enqueue(state, work)
     return [*actions, Send(to=request.gateway, message=admitted)]
 
 
@@ -178,7 +180,13 @@ def task_of(state: State, now_ms: float, work: Work, prefill_ms: float | None = 
         tenant=work.request.tenant,
         late=work.due_ms <= now_ms and not work.urgent,
         cost=_cost(work),
+        since_ms=since_ms(work),
     )
+
+
+def since_ms(work: Work) -> float:
+    """Return since when work waits, for those of equal urgency; what outgrew its memory goes before all."""
+    return -math.inf if work.urgent else work.runnable_ms
 
 
 def _cost(work: Work) -> float:
@@ -208,7 +216,10 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
     del state.queue[request.request_id]
     state.runs += 1
     work.run_id = f"{request.request_id}~{state.runs}"
+    if not engine.running:
+        engine.stepped_ms = now_ms
     engine.running[work.run_id] = work
+    engine.tally = None
     work.stage, work.passed_over_ms = Stage.RUNNING, None
     actions: list[Action] = []
     if work.given_ms is None:
@@ -217,7 +228,11 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
         actions += span(state, now_ms, work, "local.queue", work.arrived_ms)
     state.work_changed = state.summary_due = True
     run = msgspec.structs.replace(request, request_id=work.run_id)
-    return [*actions, RunRequest(model=request.model, request=run)]
+    brought = work.arrival
+    if brought is None:
+        return [*actions, RunRequest(model=request.model, request=run)]
+    with_kv = RunRequest(model=request.model, request=run, stage=brought.stage, kv_tokens=brought.kv_tokens)
+    return [*actions, with_kv]
 
 
 def prefill_alone_ms(state: State, request: Request) -> float:

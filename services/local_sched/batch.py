@@ -15,7 +15,8 @@ class Task(NamedTuple):
     """A unit of work that wants memory and SMs now.
 
     `late`: its deadline has passed, so that it is best-effort. `cost` is what it adds to what its tenant has
-    had, in tokens by the tenant's weight. It takes `latency_ms`, and should have ended in `slack_ms`.
+    had, in tokens by the tenant's weight. It takes `latency_ms`, and should have ended in `slack_ms`; it has
+    waited since `since_ms`.
     """
 
     key: str
@@ -27,6 +28,7 @@ class Task(NamedTuple):
     cost: float = 0.0
     latency_ms: float = 0.0
     slack_ms: float = 0.0
+    since_ms: float = 0.0
 
 
 def score(
@@ -62,8 +64,8 @@ def score(
 
 
 def order(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks from most to least urgent; equal scores by key, so the order is total."""
-    return sorted(tasks, key=lambda task: (-task.score, task.key))
+    """Return the tasks from most to least urgent; of equals who waits longest, then by key: a total order."""
+    return sorted(tasks, key=lambda task: (-task.score, task.since_ms, task.key))
 
 
 def fair_order(tasks: Iterable[Task], served: Mapping[str, float]) -> list[Task]:

@@ -1,14 +1,16 @@
 """The local scheduler of one GPU: decides which requests run, on how many SMs, and at which clock (3.4).
 
 `LocalSchedCore` owns the state and says which function takes which event; the functions are beside it:
-`admission` (coming in), `running` (what engines report), `ends`, `engines` (loading), `transfer` (moves),
-`plans` (clock, shares, chunks) and `summary`. `batch`, `tune` and `ledger` are the policies they use.
+`admission` (coming in), `running` (what engines report), `ends`, `engines` (loading), `transfer`, `grants`
+and `live` (moves), `plans` (clock, shares, chunks) and `summary`. `batch`, `tune` and `ledger` are the
+policies they use.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from services.local_sched import admission, ends, engines, plans, running, summary, transfer
+from services.local_sched import admission, ends, engines, grants, live, plans, running, summary, transfer
+from services.local_sched.energy import EnergyBook
 from services.local_sched.ledger import Ledger
 from services.local_sched.outbox import Outbox
 from services.local_sched.settings import LocalSettings
@@ -57,13 +59,16 @@ class LocalSchedCore:
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
             elastic_kv=elastic_kv and engine == engines.EMULATED,
+            energy=EnergyBook(device.power_cap_w, device.static_w),
         )
         handlers: dict[type, Callable[[State, float, Any], list[ev.Action]]] = {
             ev.Submit: admission.submit,
             ev.Abort: ends.abort,
             ev.Load: engines.load,
             ev.Unload: engines.unload,
-            ev.Reserve: transfer.reserve,
+            ev.Prepare: live.prepare,
+            ev.StageKv: live.stage,
+            ev.Reserve: grants.reserve,
             ev.Adopt: transfer.adopt,
             ev.Release: transfer.release,
             ev.CommitMove: transfer.commit,
@@ -79,6 +84,8 @@ class LocalSchedCore:
             en.EngineEnded: engines.ended,
             en.StepDone: running.step_done,
             en.OutOfMemory: running.out_of_memory,
+            en.KvExported: live.exported,
+            en.KvImported: live.imported,
             en.ClockApplied: _clock_applied,
             en.DeviceSampled: _device_sampled,
         }
@@ -110,13 +117,15 @@ class LocalSchedCore:
         state, settings = self.state, self.state.settings
         handler = self._handlers.get(type(event))
         actions = handler(state, now_ms, event) if handler else []
-        transfer.expire(state, now_ms)
         actions += running.relieve(state, now_ms)
+        actions += transfer.expire(state, now_ms)
         heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
         if heartbeat:
             actions += _beat(state, now_ms)
-        admitted = admission.admit_waiting(state, now_ms) if state.admit_due else []
-        actions += admitted
+        admitted = []
+        if state.admit_due:
+            admitted = admission.admit_waiting(state, now_ms)
+            actions += [*admitted, *grants.grant_more(state)]
         # Tokens do not wait for a decision; the tick that follows at once takes it. A request given to its
         # engine does: the plan that it is to run under must get there with it.
         at_once = bool(admitted) or not isinstance(event, en.StepDone)
@@ -186,6 +195,7 @@ def _lut_read(state: State, now_ms: float, event: ev.LutRead) -> list[ev.Action]
     engine = state.engines.get(lut.model.name)
     if engine is not None:
         engine.lut = state.lut(engine.spec)
+        engine.tally = None
         state.changed()
     return [ev.Count(name="luts_read", labels={"model": lut.model.name, "why": unusable})]
 
@@ -212,4 +222,6 @@ def _clock_applied(state: State, now_ms: float, event: en.ClockApplied) -> list[
 def _device_sampled(state: State, now_ms: float, event: en.DeviceSampled) -> list[ev.Action]:
     state.summary_due = state.summary_due or event.state != state.device_state
     state.device_state, state.power_w, state.energy_j = event.state, event.power_w, event.energy_j
-    return []
+    under_way_ms = [now_ms - engine.stepped_ms for engine in state.engines.values() if engine.running]
+    unexplained_j = state.energy.read(now_ms, event.energy_j, max(under_way_ms, default=0.0))
+    return [ev.Count(name="unexplained_energy_j", value=abs(unexplained_j))] if unexplained_j else []

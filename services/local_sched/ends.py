@@ -6,7 +6,7 @@ from services.local_sched.moves import DESTINATION, SOURCE, holder
 from services.local_sched.spans import end_of, last_span
 from services.local_sched.state import State, Work
 from shared.engine import StopRequest
-from shared.events import STOPPED, Abort, Action, Count, TokenDelta
+from shared.events import STOPPED, Abort, Action, Count, KvLoaded, Released, Send, TokenDelta
 from shared.model import Request, RequestEnd
 
 
@@ -28,6 +28,15 @@ def abort(state: State, now_ms: float, event: Abort) -> list[Action]:
     if event.reason == STOPPED and work.request.attempt == event.attempt:
         return finish(state, now_ms, work, "stop")
     return abandon(state, now_ms, work, event.reason or "aborted")
+
+
+def moved_away(state: State, now_ms: float, work: Work) -> list[Action]:
+    """Let go of work that another GPU has started; that one sends the gateway all there is."""
+    actions = last_span(state, now_ms, work) if work.given_ms is not None else []
+    actions += _stop(state, work)
+    state.outbox.drop(work.request.request_id, work.request.attempt)
+    forget(state, now_ms, work)
+    return actions
 
 
 def give_up_gateway(state: State, now_ms: float, gateway: str) -> list[Action]:
@@ -86,15 +95,44 @@ def forget(state: State, now_ms: float, work: Work) -> None:
     engine = state.engines.get(request.model)
     if engine is not None:
         engine.running.pop(work.run_id, None)
+        engine.frozen -= {work.run_id}
+        engine.tally = None
         engine.used_ms = now_ms
-    for move_id in state.moves.of_request(request.request_id):
-        if state.moves.transfers[move_id].side == SOURCE:
-            del state.moves.transfers[move_id]
+    leave_moves(state, work)
     state.queue.pop(request.request_id, None)
     del state.works[request.request_id]
     state.ledger.release(request.model, request.request_id)
     state.remember(request.request_id, request.attempt)
     state.changed()
+
+
+def leave_moves(state: State, work: Work) -> None:
+    """End the moves of work that ends here, or goes on here otherwise than they know."""
+    moves = state.moves
+    for move_id in moves.of_request(work.request.request_id):
+        transfer = moves.transfers[move_id]
+        if transfer.side == SOURCE:
+            del moves.transfers[move_id]
+            if transfer.migrator:
+                gone = Released(move_id=move_id, request=None)
+                moves.notices.append(Send(to=transfer.migrator, message=gone))
+    arrived(state, work, 0, 0.0, "not needed any more")
+
+
+def thaw(state: State, work: Work) -> None:
+    """Let work go on that was held in its engine for a move: by the next plan it does."""
+    engine = state.engines[work.request.model]
+    if work.run_id in engine.frozen:
+        engine.frozen -= {work.run_id}
+        state.changed()
+
+
+def arrived(state: State, work: Work, tokens: int, took_ms: float, reason: str = "") -> None:
+    """Tell the migrator that the stage of a request that came by a move is not needed any more."""
+    if work.arrival is not None:
+        loaded = KvLoaded(move_id=work.arrival.move_id, tokens=tokens, took_ms=took_ms, reason=reason)
+        state.moves.notices.append(Send(to=work.arrival.migrator, message=loaded))
+        work.arrival = None
 
 
 def _stop(state: State, work: Work) -> list[Action]:

@@ -22,6 +22,7 @@ from shared.engine import (
     ClockApplied,
     DeviceSampled,
     EngineEnded,
+    ExportKv,
     LoadEngine,
     Order,
     RunRequest,
@@ -66,11 +67,20 @@ class VllmEngines:
         python: interpreter of the engine environment.
         run_dir: folder for the children's logs, made by `start`.
         report: called in the loop, never from within `perform`, with EngineReady, StepDone, OutOfMemory,
-            EngineEnded and ClockApplied.
+            KvExported, KvImported, EngineEnded and ClockApplied.
+        stages: folder of the host's stages; None: KV is not moved.
     """
 
-    def __init__(self, *, python: str, run_dir: Path, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        *,
+        python: str,
+        run_dir: Path,
+        report: Callable[[Event], None],
+        stages: Path | None = None,
+    ) -> None:
         self._python = python
+        self._stages = ("--stages", str(stages.absolute())) if stages else ()
         self._run_dir = run_dir
         self._report = report
         self._engines: dict[str, _Engine] = {}
@@ -87,7 +97,9 @@ class VllmEngines:
                 self._load(order)
             case UnloadEngine(model=name):
                 self._unload(name)
-            case RunRequest(model=name) | StopRequest(model=name) | SetPlan(model=name):
+            case (
+                RunRequest(model=name) | StopRequest(model=name) | SetPlan(model=name) | ExportKv(model=name)
+            ):
                 if engine := self._engines.get(name):
                     self._pass_on(engine, order)
             case SetClock(sm_clock_mhz=asked_mhz):
@@ -115,6 +127,10 @@ class VllmEngines:
             energy_j=None,
         )
 
+    def requests(self) -> dict[str, int]:
+        """Return by model how many requests its engine has."""
+        return {name: len(engine.requests) for name, engine in self._engines.items()}
+
     def _load(self, order: LoadEngine) -> None:
         name = order.model.name
         if name in self._engines:
@@ -128,7 +144,7 @@ class VllmEngines:
             engine.unloading = True
             engine.leave.set()
 
-    def _pass_on(self, engine: _Engine, order: RunRequest | StopRequest | SetPlan) -> None:
+    def _pass_on(self, engine: _Engine, order: EngineOrder) -> None:
         """Queue an order for the child; one that has let the queue fill up counts as dead."""
         match order:
             case RunRequest(request=request):
@@ -175,7 +191,7 @@ class VllmEngines:
         ours, theirs = socket.socketpair()
         with ours, theirs, log_path.open("ab") as log:
             engine.process = await asyncio.create_subprocess_exec(
-                *(self._python, "-m", HOST_MODULE, "--fd", str(theirs.fileno())),
+                *(self._python, "-m", HOST_MODULE, "--fd", str(theirs.fileno()), *self._stages),
                 pass_fds=(theirs.fileno(),),
                 env=environment,
                 stdin=DEVNULL,

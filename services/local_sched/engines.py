@@ -5,6 +5,7 @@ failed; the consolidator, which places models, orders it loaded again, with a ba
 """
 
 from services.local_sched.ends import drop_move, fail
+from services.local_sched.energy import IDLE, OVERHEAD
 from services.local_sched.moves import DESTINATION
 from services.local_sched.state import Engine, State
 from shared.engine import EngineEnded, EngineReady, LoadEngine, UnloadEngine
@@ -41,6 +42,7 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
         needed, free = spec.weight_bytes + pool_bytes, state.ledger.free_bytes
         reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
     else:
+        _note_rest(state, now_ms)
         return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes)]
     engine.state, engine.reason = "failed", reason
     return [Count(name="loads_failed", labels={"model": spec.name})]
@@ -94,6 +96,7 @@ def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
     elastic = state.elastic_kv and not state.settings.kv_pool_bytes
     state.ledger.resize(event.model, 0 if elastic else event.kv_pool_bytes, event.block_tokens)
     engine.state, engine.used_ms = "ready", now_ms
+    _note_rest(state, now_ms)
     state.changed()
     return [Count(name="loads", labels={"model": event.model})]
 
@@ -107,6 +110,7 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     works = [work for work in state.works.values() if work.request.model == event.model]
     reason = engine.gave_up or f"engine died: {event.reason or 'no reason given'}"
     engine.running.clear()  # nothing can be stopped in it any more
+    engine.tally = None
     actions = fail(state, now_ms, works, reason)
     for move_id, transfer in list(state.moves.transfers.items()):
         if transfer.model == event.model and transfer.side == DESTINATION and not transfer.committed:
@@ -115,6 +119,15 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     state.changed()
     if not asked:
         engine.state, engine.reason, engine.plan = "failed", reason, None
+        _note_rest(state, now_ms)
         return [*actions, Count(name="engines_lost", labels={"model": event.model})]
     del state.engines[event.model]
+    _note_rest(state, now_ms)
     return [*actions, *(_load(state, now_ms, engine.spec) if engine.load_again else [])]
+
+
+def _note_rest(state: State, now_ms: float) -> None:
+    """Tell the energy book what the device draws while no step runs: it depends on what is loaded."""
+    here = [engine.state for engine in state.engines.values() if engine.state != "failed"]
+    power_w = state.device.context_idle_w if here else state.device.static_w
+    state.energy.rests(now_ms, power_w, OVERHEAD if "loading" in here else IDLE)

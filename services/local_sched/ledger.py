@@ -15,7 +15,7 @@ class Pool:
     """One engine's share of the memory: its weights, and the KV blocks promised to each holder.
 
     A fixed pool (`pool_bytes` > 0) takes its whole size from the device at once; an elastic one (0) takes
-    what its holders hold.
+    what its holders hold. `held_blocks` is the sum of what they do.
     """
 
     weight_bytes: int
@@ -23,6 +23,7 @@ class Pool:
     pool_bytes: int
     block_tokens: int
     holders: dict[str, int] = field(default_factory=dict)
+    held_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -36,12 +37,20 @@ class Pool:
     @property
     def held_bytes(self) -> int:
         """KV bytes promised to all holders."""
-        return sum(self.holders.values()) * self.block_bytes
+        return self.held_blocks * self.block_bytes
 
     @property
     def device_bytes(self) -> int:
         """What the engine takes from the device."""
         return self.weight_bytes + (self.pool_bytes or self.held_bytes)
+
+    def hold(self, holder: str, blocks: int) -> None:
+        """Let a holder have so many blocks; 0 takes it off the list."""
+        self.held_blocks += blocks - self.holders.get(holder, 0)
+        if blocks:
+            self.holders[holder] = blocks
+        else:
+            self.holders.pop(holder, None)
 
 
 class Ledger:
@@ -67,8 +76,8 @@ class Ledger:
     def resize(self, model: str, pool_bytes: int, block_tokens: int) -> None:
         """Adopt the pool that a started engine reports; what was promised stays so, in its blocks."""
         pool = self.pools[model]
-        for holder, blocks in pool.holders.items():
-            pool.holders[holder] = -(-blocks * pool.block_tokens // block_tokens)
+        for holder, blocks in list(pool.holders.items()):
+            pool.hold(holder, -(-blocks * pool.block_tokens // block_tokens))
         pool.pool_bytes, pool.block_tokens = pool_bytes, block_tokens
 
     def close(self, model: str) -> None:
@@ -90,6 +99,22 @@ class Ledger:
         others = sum(p.weight_bytes + p.pool_bytes for p in self.pools.values())
         return self.capacity_bytes - others
 
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """KV bytes of all engines that could still be promised, and those if no request held any."""
+        fixed = free_fixed = taken = held = 0
+        elastic = False
+        for pool in self.pools.values():
+            taken += pool.weight_bytes + pool.pool_bytes
+            if pool.pool_bytes:
+                fixed += pool.pool_bytes
+                free_fixed += max(0, pool.pool_bytes - pool.held_bytes)
+            else:
+                elastic = True
+                held += pool.held_bytes
+        shared = self.capacity_bytes - taken if elastic else 0
+        return free_fixed + max(0, shared - held), fixed + shared
+
     def most_tokens(self, model: str) -> int:
         """Tokens whose KV the engine could promise to one request if no other held any."""
         pool = self.pools[model]
@@ -107,18 +132,20 @@ class Ledger:
         blocks = -(-tokens // pool.block_tokens)
         if (blocks - held) * pool.block_bytes > self.free_kv_bytes(model):
             return False
-        pool.holders[holder] = max(held, blocks)
+        pool.hold(holder, max(held, blocks))
         return True
 
     def release(self, model: str, holder: str) -> None:
         """Take back all that a holder was promised; nothing happens if that is nothing."""
         if pool := self.pools.get(model):
-            pool.holders.pop(holder, None)
+            pool.hold(holder, 0)
 
     def rename(self, model: str, holder: str, new_holder: str) -> None:
         """Hand a holder's promise to another, as when a moved request arrives."""
-        holders = self.pools[model].holders
-        holders[new_holder] = max(holders.pop(holder), holders.get(new_holder, 0))
+        pool = self.pools[model]
+        blocks = max(pool.holders[holder], pool.holders.get(new_holder, 0))
+        pool.hold(holder, 0)
+        pool.hold(new_holder, blocks)
 
     def domains(self) -> list[list[str]]:
         """Return the groups of models that compete for the same memory."""
@@ -154,10 +181,13 @@ def staircase(
 
     steps = [step(0.0)]
     ordered = sorted(ends)
-    last_of_group = {round(len(ordered) * k / (most_steps - 1)) - 1 for k in range(1, most_steps)}
-    for index, (after_ms, freed_bytes, freed_pct) in enumerate(ordered):
-        free_bytes += freed_bytes
-        free_sm_share_pct = min(100, free_sm_share_pct + freed_pct)
-        if index in last_of_group or len(ordered) < most_steps:
-            steps.append(step(after_ms))
+    groups = min(len(ordered), most_steps - 1)
+    start = 0
+    for group in range(1, groups + 1):
+        stop = round(len(ordered) * group / groups)
+        for _, freed_bytes, freed_pct in ordered[start:stop]:
+            free_bytes += freed_bytes
+            free_sm_share_pct = min(100, free_sm_share_pct + freed_pct)
+        steps.append(step(ordered[stop - 1][0]))
+        start = stop
     return tuple(steps)

@@ -6,11 +6,14 @@ on another GPU goes on with the very same tokens, and a repeated experiment says
 
 from bisect import bisect_right
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shared.errors import ConfigError
 from shared.model import Request
@@ -19,6 +22,9 @@ MIN_OUTPUT_TOKENS = 16  # no answer of the workload is shorter
 # Quantiles of the reply lengths of ShareGPT as Aegaeon samples it (323 requests; mean 296).
 LENGTH_QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 LENGTH_TOKENS = (16, 16, 28, 50, 107, 156, 205, 259, 307, 356, 452, 582, 773, 1057, 1309)
+
+PIECE_TOKENS = 512
+"""So many tokens of an answer are made up at a time."""
 
 _MASK = (1 << 64) - 1
 
@@ -45,10 +51,15 @@ class VocabSlice:
                 f"got {len(self.token_ids)} tokens: name some, and leave the end token out"
             )
 
+    @cached_property
+    def table(self) -> npt.NDArray[np.int64]:
+        """The ordinary tokens as an array."""
+        return np.array(self.token_ids)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Answer:
-    """The whole answer to one request, computed token by token.
+    """The whole answer to one request, made up piece by piece as it is asked for.
 
     `length` counts all tokens up to and with the end token; None: the answer never ends by itself.
     """
@@ -59,19 +70,51 @@ class Answer:
     max_tokens: int
     min_tokens: int
     stop_token_ids: Set[int]
+    _piece: list[int] = field(default_factory=list, repr=False, compare=False)
+    _piece_start: int = field(default=0, repr=False, compare=False)
 
     def token(self, index: int) -> tuple[int, str]:
         """Return output token `index` (from 0), and ``stop`` or ``length`` if the answer ends with it.
 
         As in vLLM, the end token is part of the output, and an end beats the token limit.
         """
+        (token_id,) = self.tokens(index, index + 1)
         if self.length is not None and index + 1 >= self.length:
-            return self.vocab.eos_id, "stop"
-        token_ids = self.vocab.token_ids
-        token_id = token_ids[_mix(self.key + index) % len(token_ids)]
+            return token_id, "stop"
         if token_id in self.stop_token_ids and index >= self.min_tokens:
             return token_id, "stop"
         return token_id, "length" if index + 1 >= self.max_tokens else ""
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return output tokens `start` up to, not including, `stop`."""
+        first = start - self._piece_start
+        if not 0 <= first <= first + stop - start <= len(self._piece):
+            self._make(start, stop)
+            first = 0
+        return tuple(self._piece[first : first + stop - start])
+
+    def end(self) -> tuple[int, str]:
+        """Return how many tokens the whole answer has, and ``stop`` or ``length``, whichever ends it."""
+        most, reason = max(1, self.max_tokens), "length"
+        if self.length is not None and self.length <= most:
+            most, reason = max(1, self.length), "stop"
+        if not self.stop_token_ids.isdisjoint(self.vocab.token_ids):
+            for start in range(self.min_tokens, most, PIECE_TOKENS):
+                for i, token_id in enumerate(self.tokens(start, min(most, start + PIECE_TOKENS))):
+                    if token_id in self.stop_token_ids:
+                        return start + i + 1, "stop"
+        return most, reason
+
+    def _make(self, start: int, stop: int) -> None:
+        """Make a piece of the answer from `start` on: what follows is asked for next."""
+        most = self.max_tokens if self.length is None else min(self.length, self.max_tokens)
+        stop = max(stop, min(start + PIECE_TOKENS, most))
+        drawn = _mix_all(self.key, start, stop) % np.uint64(len(self.vocab.token_ids))
+        self._piece = self.vocab.table[drawn].tolist()
+        self._piece_start = start
+        if self.length is not None and stop >= self.length:
+            first = max(0, self.length - 1 - start)
+            self._piece[first:] = [self.vocab.eos_id] * (stop - start - first)
 
 
 def answer(request: Request, vocab: VocabSlice, context_tokens: int, length: int | None = None) -> Answer:
@@ -113,3 +156,12 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def _mix_all(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
+    """Return `_mix(key + i)` for i from `start` up to `stop`."""
+    x = np.arange(start, stop, dtype=np.uint64) + np.uint64(key & _MASK)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

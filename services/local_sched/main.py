@@ -24,6 +24,7 @@ from shared.errors import ConfigError
 from shared.events import Event, Leaving
 from shared.metrics import Metrics
 from shared.runtime import Shell, run_service, wait_for_stop
+from shared.stage import StageSettings
 from shared.subjects import LOCAL
 
 SAMPLE_PERIOD_S = 0.25
@@ -67,9 +68,20 @@ class Engines(Protocol):
     def sample(self) -> en.DeviceSampled:
         """Read the device."""
 
+    def requests(self) -> dict[str, int]:
+        """Return by model how many requests its engine has."""
 
-def engines_for(where: DeviceSettings, device: Device, report: Callable[[Event], None]) -> Engines:
+
+def engines_for(
+    where: DeviceSettings, device: Device, report: Callable[[Event], None], stages: Path | None
+) -> Engines:
     """Return the engines that the configuration names.
+
+    Args:
+        where: names them.
+        device: the GPU.
+        report: is told what they report.
+        stages: folder of the host's stages, for KV that is moved; None: there is none.
 
     Raises:
         ConfigError: there is no such kind of engine.
@@ -81,15 +93,22 @@ def engines_for(where: DeviceSettings, device: Device, report: Callable[[Event],
         )
         return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report, speedup=where.speedup)
     if where.engine == "vllm":
-        return VllmEngines(python=where.vllm_python, run_dir=Path(where.run_dir), report=report)
+        run_dir = Path(where.run_dir)
+        return VllmEngines(python=where.vllm_python, run_dir=run_dir, report=report, stages=stages)
     raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")
 
 
-async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, stop: asyncio.Event) -> bool:
-    """Run until told to stop; returns whether all went well."""
+async def serve(
+    common: Common,
+    where: DeviceSettings,
+    settings: LocalSettings,
+    stop: asyncio.Event,
+    stages: Path | None = None,
+) -> bool:
+    """Run until told to stop; returns whether all went well. `stages` is the folder of the host's stages."""
     device = device_for(where.gpu_type)
     shell = Shell(LOCAL, common.id, common)
-    engines = engines_for(where, device, shell.heard)
+    engines = engines_for(where, device, shell.heard, stages)
     core = LocalSchedCore(
         shell.ident, where.host, where.engine, device, settings, now_ms(), elastic_kv=where.elastic_kv
     )
@@ -97,8 +116,7 @@ async def serve(common: Common, where: DeviceSettings, settings: LocalSettings, 
     sampler = None
     try:
         await engines.start()
-        orders = (en.LoadEngine, en.UnloadEngine, en.RunRequest, en.StopRequest, en.SetPlan, en.SetClock)
-        await shell.start(core, dict.fromkeys(orders, engines.perform))
+        await shell.start(core, dict.fromkeys(en.Order.__subclasses__(), engines.perform))
         sampler = asyncio.create_task(_sample(shell, core, engines))
         well = await wait_for_stop(shell, stop)
         if well:
@@ -128,27 +146,40 @@ async def _sample(shell: Shell, core: LocalSchedCore, engines: Engines) -> None:
         reading = engines.sample()
         shell.heard(reading)
         _show_load(shell.metrics, core.state)
+        shell.metrics.show_each("engine_requests", "model", engines.requests())
         shell.metrics.show("used_bytes", {}, reading.used_bytes)
         if reading.power_w is not None and reading.energy_j is not None:
             shell.metrics.show("power_w", {}, reading.power_w)
             shell.metrics.show("energy_j", {}, reading.energy_j)
+        book = core.state.energy
+        if (uses_j := book.uses_j) is not None and book.residual_j is not None:
+            shell.metrics.show_each("use_energy_j", "use", uses_j)
+            shell.metrics.show("residual_energy_j", {}, book.residual_j)
         await asyncio.sleep(SAMPLE_PERIOD_S)
 
 
 def _show_load(metrics: Metrics, state: State) -> None:
-    """Show the clock, and by model whether it is resident and how many requests run and wait."""
+    """Show the clock, and by model whether it is resident, how many requests run and wait, and their KV.
+
+    Without requests, what is promised and what is unacknowledged is 0 as well.
+    """
     metrics.show("sm_clock_mhz", {}, state.clock_mhz)
     waiting = Counter(work.request.model for work in state.works.values() if work.stage is not Stage.RUNNING)
     ready = {name: float(engine.state == "ready") for name, engine in state.engines.items()}
     metrics.show_each("resident", "model", ready)
     metrics.show_each("running_requests", "model", {n: len(e.running) for n, e in state.engines.items()})
     metrics.show_each("waiting_requests", "model", {name: waiting[name] for name in state.engines})
+    promised = {name: pool.held_bytes for name, pool in state.ledger.pools.items()}
+    metrics.show_each("promised_kv_bytes", "model", promised)
+    metrics.show("unacknowledged_attempts", {}, state.outbox.unacknowledged)
+    metrics.show("open_moves", {}, state.moves.open)
 
 
 def main() -> None:
     """Entry point; the id (FESTINA_ID) is the GPU's name."""
     common, where, settings = load(Common), load(DeviceSettings, "device"), load(LocalSettings, LOCAL)
-    run_service(common, lambda stop: serve(common, where, settings, stop))
+    stages = load(StageSettings, "stages").folder(where.host)
+    run_service(common, lambda stop: serve(common, where, settings, stop, stages))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ live, the destination after twice that, so that a late commit finds the request 
 
 from dataclasses import dataclass, field
 
+from shared.events import Action, KvStaged
 from shared.model import Request
 
 SOURCE, DESTINATION = "source", "destination"
@@ -19,9 +20,16 @@ class Transfer:
     Args:
         side: ``source`` or ``destination``.
         heard_ms: when the migrator was last heard of it.
-        migrator, source: who drives the move, and from which GPU; at the destination, as is all that follows.
-        credit_bytes: what was promised.
-        request: what was adopted, at `adopted_ms`; it has taken `energy_j` elsewhere.
+        migrator: who drives the move; at the source only that of a running request is kept.
+        mode: how a running request moves from here (`live.py`); empty for one that waits.
+        exports: orders to copy KV that the engine has not answered yet.
+        frozen: the request is held in its engine; `released` once that has said so, with what it copied last
+            (`staged`), and the tokens that the stage covers (`kv_tokens`).
+        source: from which GPU; at the destination, as is all that follows.
+        wanted_tokens: what memory is asked for; more than what was promised, `credit_bytes`, where that is
+            to grow.
+        request: what was adopted, at `adopted_ms`, with `kv_tokens` in `stage`; it has taken `energy_j`
+            elsewhere.
         committed: it is done; kept a while only to answer a repeat.
     """
 
@@ -30,8 +38,16 @@ class Transfer:
     model: str
     heard_ms: float
     migrator: str = ""
+    mode: str = ""
+    exports: int = 0
+    frozen: bool = False
+    released: bool = False
+    staged: KvStaged | None = None
+    kv_tokens: int = 0
     source: str = ""
+    wanted_tokens: int = 0
     credit_bytes: int = 0
+    stage: str = ""
     request: Request | None = None
     predicted_output_tokens: int = 0
     energy_j: float | None = 0.0
@@ -41,9 +57,15 @@ class Transfer:
 
 @dataclass
 class Moves:
-    """The moves this GPU takes part in, by move id."""
+    """The moves this GPU takes part in, by move id; `notices` are to be sent about some that are over."""
 
     transfers: dict[str, Transfer] = field(default_factory=dict)
+    notices: list[Action] = field(default_factory=list)
+
+    @property
+    def open(self) -> int:
+        """Moves that are not done."""
+        return sum(not transfer.committed for transfer in self.transfers.values())
 
     def of_request(self, request_id: str) -> list[str]:
         """Return the ids of the unfinished moves of a request."""

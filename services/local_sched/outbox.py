@@ -38,14 +38,25 @@ class Outbox:
         self.silent: dict[str, float] = {}  # gateways that are not listening, since when
 
     @property
+    def unacknowledged(self) -> int:
+        """Attempts with tokens or an end that their gateways have not confirmed."""
+        return sum(bool(entry.tokens or entry.end) for entry in self.entries.values())
+
+    @property
     def pending(self) -> bool:
         """Whether anything is unacknowledged by a gateway that listens."""
         waiting = (entry for entry in self.entries.values() if entry.tokens or entry.end)
         return any(entry.gateway not in self.silent for entry in waiting)
 
-    def send(self, now_ms: float, deltas: Iterable[tuple[str, TokenDelta]]) -> list[Send]:
+    def send(
+        self,
+        now_ms: float,
+        deltas: Iterable[tuple[str, TokenDelta]],
+        ages_ms: tuple[float, ...] = (),
+    ) -> list[Send]:
         """Keep (gateway, delta) pairs and return one message per gateway that carries them."""
-        return self._messages([(gateway, self._keep(now_ms, gateway, delta)) for gateway, delta in deltas])
+        kept = [(gateway, self._keep(now_ms, gateway, delta)) for gateway, delta in deltas]
+        return self._messages(kept, ages_ms)
 
     def acknowledge(self, acks: Iterable[AckedThrough]) -> None:
         """Drop what a gateway says it has."""
@@ -127,7 +138,7 @@ class Outbox:
             self.entries[key] = self.entries.pop(key)  # ended attempts stand in the order they ended
         return replace(delta, moved_from=entry.moved_from) if entry.moved_from else delta
 
-    def _messages(self, deltas: list[tuple[str, TokenDelta]]) -> list[Send]:
+    def _messages(self, deltas: list[tuple[str, TokenDelta]], ages_ms: tuple[float, ...] = ()) -> list[Send]:
         """Return the messages that carry the deltas: one per gateway, more where it would be too large."""
         parts: dict[str, list[list[TokenDelta]]] = {}
         room: dict[str, int] = {}
@@ -138,7 +149,7 @@ class Outbox:
                 room[gateway] = MESSAGE_TOKENS - len(delta.token_ids) - DELTA_OVERHEAD_TOKENS
             parts[gateway][-1].append(delta)
         return [
-            Send(to=gateway, message=Tokens(gpu=self.gpu, deltas=tuple(part)))
+            Send(to=gateway, message=Tokens(gpu=self.gpu, deltas=tuple(part), ages_ms=ages_ms))
             for gateway, found in parts.items()
             for part in found
         ]

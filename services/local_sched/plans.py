@@ -5,18 +5,19 @@ the next. The batch of Fig. 8 is whatever the engines hold: all of it is allowed
 meets every deadline; then prefills that do not fit beside the more urgent ones are held back.
 """
 
-import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-import msgspec
-import numpy as np
-
 from services.local_sched import batch, tune
-from services.local_sched.admission import task_of
-from services.local_sched.state import Engine, State, Work
+from services.local_sched.admission import score_of, since_ms
+from services.local_sched.divide import divider_of
+from services.local_sched.grid import Grid, Load, coarse, grid_of
+from services.local_sched.loads import load_of, slack_ms
+from services.local_sched.state import Decision, Engine, State
 from shared.engine import SetClock, SetPlan
 from shared.events import Action, Count
+from shared.lut import Lut
 from shared.model import Plan
 from shared.slo import objectives_for
 
@@ -40,167 +41,106 @@ def decide(state: State, now_ms: float) -> list[Action]:
     engines = [engine for engine in state.engines.values() if engine.running]
     if not engines:
         return []
-    device, clocks_mhz = state.device, _clocks(state, engines[0])
-    loads = [load_of(state, now_ms, engine) for engine in engines]
-    profiles = [tune.profile(device, load, clocks_mhz) for load in loads]
-    starved = any(work.passed_over_ms is not None for work in state.queue.values())
-    found = None if starved else _choose(state, now_ms, engines, profiles, clocks_mhz)
-    chosen = found or tune.fallback(device, profiles, clocks_mhz)
-    shares_pct = tuple(share or device.sm_sizes_pct[-1] for share in chosen.shares_pct)
-    least_pct = tune.least_shares(device, profiles, clocks_mhz.index(chosen.sm_clock_mhz))
-    scales = tune.scales(device, shares_pct)
-    at = zip(loads, shares_pct, strict=True)
-    points = [_point(load, chosen.sm_clock_mhz, share_pct, *scales) for load, share_pct in at]
+    decision = state.decision = _decision(state, now_ms, engines)
+    loads, points = decision.loads, _points(state, decision)
     turns = [_turns(state, now_ms, *each) for each in zip(engines, loads, points, strict=True)]
     held: frozenset[str] = frozenset()
-    if found is None and not starved:
-        held = _held(state, now_ms, engines, loads, turns, chosen.sm_clock_mhz)
-    actions = _set_clock(state, now_ms, chosen.sm_clock_mhz)
-    for engine, load, point, tasks, least in zip(engines, loads, points, turns, least_pct, strict=True):
-        _need(state, engine, least or point.sm_share_pct)
-        plan = Plan(
-            plan_id=state.next_plan_id,
-            held=held & engine.running.keys(),
-            order=_order(engine, tasks),
-            chunk_tokens=_chunk_tokens(state, engine, load, point, tasks),
-            sm_share_pct=point.sm_share_pct,
-        )
-        actions += _set_plan(state, engine, plan)
+    if decision.chosen is None and not decision.memory_awaited:
+        held = _held(state, now_ms, engines, loads, turns, points[0].sm_clock_mhz)
+    actions = _set_clock(state, now_ms, points[0].sm_clock_mhz)
+    for engine, load, point, tasks in zip(engines, loads, points, turns, strict=True):
+        if point.least_share_pct != engine.least_share_pct:
+            engine.least_share_pct, state.summary_due = point.least_share_pct, True
+        chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
+        here = (held & engine.running.keys() if held else held) | engine.frozen
+        actions += _set_plan(state, engine, here, _order(engine, tasks), chunk_tokens, point.sm_share_pct)
     return actions
 
 
-class Point(NamedTuple):
-    """Where an engine runs: `decode_ms` is its decode step there, `compute` what contention leaves of it."""
+# ---- clock and shares
 
+
+def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decision:
+    """Sweep the clocks for the least energy, unless a request waits for memory: then the highest is right.
+
+    Where there is the same to do as at the last decision, in rounded numbers, so is what was found then.
+    """
+    settings, last = state.settings, state.decision
+    clocks_mhz = _clocks(engines[0].lut, settings.fixed_clock_mhz)
+    loads = [load_of(state, now_ms, engine) for engine in engines]
+    models = tuple([engine.spec.name for engine in engines])
+    budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
+    awaited = bool(state.queue) and any(work.passed_over_ms is not None for work in state.queue.values())
+    asked = (models, clocks_mhz, loads, budget_pct, memory_short, awaited)
+    if last is not None and last[: len(asked)] == asked:
+        profiles, found = last.profiles, last.found
+    else:
+        profiles = [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
+        found = []
+        if not awaited:
+            found = tune.sweep(state.device, profiles, len(clocks_mhz), budget_pct, wide=memory_short)
+    current_mhz = _in_force_mhz(state)
+    current = clocks_mhz.index(current_mhz) if current_mhz in clocks_mhz else None
+    chosen = tune.choose(
+        tune.finalists(found, clocks_mhz, current),
+        budget_pct=budget_pct,
+        current_mhz=current_mhz,
+        may_switch=now_ms - state.switched_ms >= settings.clock_dwell_ms,
+        min_gain=settings.clock_min_gain,
+    )
+    return Decision(*asked, profiles, found, chosen)
+
+
+@lru_cache(maxsize=256)
+def _clocks(lut: Lut, fixed_mhz: int | None) -> tuple[int, ...]:
+    """Return the clocks of the sweep, from F_max down: the table's grid, or the one that is pinned."""
+    return tuple(map(int, lut.clocks_mhz[::-1])) if fixed_mhz is None else (fixed_mhz,)
+
+
+class Point(NamedTuple):
+    """Where an engine runs, and by how much contention slows it.
+
+    Args:
+        grid, clock, share: its table, and the places of its clock and share there.
+        least_share_pct: the least share that meets its deadlines: others may not count on it.
+        step_ms: its decode step there, beside the others; 0 if nothing decodes.
+        compute: what contention leaves of its compute.
+    """
+
+    grid: Grid
+    clock: int
+    share: int
     sm_clock_mhz: int
     sm_share_pct: int
-    decode_ms: float
+    least_share_pct: int
+    step_ms: float
     compute: float
 
-
-def _point(load: tune.Load, sm_clock_mhz: int, sm_share_pct: int, bandwidth: float, compute: float) -> Point:
-    decode_ms = 0.0
-    if load.decodes:
-        at = (sm_clock_mhz, sm_share_pct, load.decodes, load.mean_context_tokens)
-        decode_ms = float(load.lut.tbt_ms(*at)) / bandwidth
-    return Point(sm_clock_mhz, sm_share_pct, decode_ms, compute)
+    def prefill_ms(self, tokens: int) -> float:
+        """Return the time of a prefill on its own."""
+        return self.grid.prefill_ms(self.clock, self.share, coarse(tokens, 6))
 
 
-def _turns(state: State, now_ms: float, engine: Engine, load: tune.Load, point: Point) -> list[batch.Task]:
-    """Return the prefills of an engine in the order of their turns."""
-    works = [work for work in engine.running.values() if not work.decoding]
-    if not works:
-        return []
-    # Decode steps take their part of the time.
-    rate = point.compute * max(LEAST_RATE, 1.0 - point.decode_ms / load.decode_budget_ms)
-    # Eq. 4 weighs whole prompts, or one that is half done would lose its turn to one like it.
-    tokens = [(work.request.context_tokens, work.prefill_tokens) for work in works]
-    alone_ms = load.lut.ttft_ms(point.sm_clock_mhz, point.sm_share_pct, np.asarray(tokens)) / rate
-    tasks = [
-        task_of(state, now_ms, work, whole_ms)._replace(
-            key=work.run_id,
-            cost=0.0,  # it counts already: the request was started
-            latency_ms=left_ms,
-            slack_ms=work.due_ms - now_ms,
-        )
-        for work, (whole_ms, left_ms) in zip(works, alone_ms.tolist(), strict=True)
-    ]
-    return batch.prefill_order(tasks, state.served, 2.0 * _chunk_ms(state, engine))
-
-
-def _order(engine: Engine, turns: Sequence[batch.Task]) -> tuple[str, ...]:
-    """Return the order for the plan: the one in force, if by it the prefills come in these turns already."""
-    wanted = [task.key for task in turns]
-    in_force = engine.plan.order if engine.plan else ()
-    place = {run_id: i for i, run_id in enumerate(in_force)}
-    by_arrival = (run_id for run_id, work in engine.running.items() if not work.decoding)
-    if sorted(by_arrival, key=lambda run_id: place.get(run_id, len(place))) == wanted:
-        return in_force
-    return tuple(wanted)
-
-
-def _chunk_tokens(
-    state: State, engine: Engine, load: tune.Load, point: Point, turns: Sequence[batch.Task]
-) -> int:
-    """Return the largest chunk of prefill with which decodes keep their TBT and prefills their TTFT.
-
-    The first prefill ends with the chunk that it is in, whatever else that computes; one that comes during
-    a chunk waits for its end.
-    """
-    room_ms = _chunk_ms(state, engine)
-    if load.decodes:
-        room_ms = min(room_ms, load.decode_budget_ms - point.decode_ms)
-    if turns and turns[0].latency_ms <= turns[0].slack_ms:
-        room_ms = min(room_ms, turns[0].slack_ms)
-    at = (point.sm_clock_mhz, point.sm_share_pct)
-    return tune.largest_chunk(load.lut, *at, room_ms, point.compute, CHUNK_TOKENS)
-
-
-def _chunk_ms(state: State, engine: Engine) -> float:
-    """Return how long a chunk may take; so much later than its time may a turn come, and again, end."""
-    objectives = engine.spec.objectives or objectives_for(0)
-    return state.settings.chunk_part * objectives.ttft_ms
-
-
-def _need(state: State, engine: Engine, least_share_pct: int) -> None:
-    """Note the least share that meets an engine's deadlines: what others may not count on."""
-    state.summary_due = state.summary_due or least_share_pct != engine.least_share_pct
-    engine.least_share_pct = least_share_pct
-
-
-def load_of(state: State, now_ms: float, engine: Engine) -> tune.Load:
-    """Sum up what an engine has to do, and by when.
-
-    A late prefill is best-effort: it gets one more TTFT, from now, so that a request which lost its deadline
-    while its model loaded does not drive the clock up alone, and an overload still does.
-    """
-    settings = state.settings
-    decodes = [work for work in engine.running.values() if work.decoding]
-    waiting = [work for work in engine.running.values() if not work.decoding]
-    prefills = [(work.prefill_tokens, _slack_ms(state, now_ms, work)) for work in waiting]
-    prefills.sort(key=lambda prefill: prefill[1])
-    return tune.Load(
-        lut=engine.lut,
-        decodes=len(decodes),
-        mean_context_tokens=sum(w.context_tokens for w in decodes) / max(1, len(decodes)),
-        decode_budget_ms=min((w.step_budget_ms(settings.slack_headroom) for w in decodes), default=math.inf),
-        decode_steps=sum(w.remaining_tokens for w in decodes) / max(1, len(decodes)),
-        prefills=tuple(prefills[: settings.considered_prefills]),
-    )
-
-
-def _slack_ms(state: State, now_ms: float, work: Work) -> float:
-    left_ms = work.due_ms - now_ms
-    if left_ms <= 0:
-        left_ms = work.request.objectives.ttft_ms
-    return left_ms * (1.0 - state.settings.slack_headroom)
-
-
-def _clocks(state: State, engine: Engine) -> list[int]:
-    """Return the clocks of the sweep, ascending up to F_max: the table's grid, or the one that is pinned."""
-    if state.settings.fixed_clock_mhz is not None:
-        return [state.settings.fixed_clock_mhz]
-    return [int(clock) for clock in engine.lut.clocks_mhz]
-
-
-def _choose(
-    state: State,
-    now_ms: float,
-    engines: Sequence[Engine],
-    profiles: Sequence[tune.Profile],
-    clocks_mhz: Sequence[int],
-) -> tune.Candidate | None:
-    """Return the clock and shares of least energy that meet every deadline; None if none do."""
-    found = tune.candidates(state.device, profiles, clocks_mhz)
-    if _memory_is_short(state):
-        found = tune.widest(found)
-    return tune.choose(
-        found,
-        budget_pct=_budget_pct(state, engines),
-        current_mhz=_in_force_mhz(state),
-        may_switch=now_ms - state.switched_ms >= state.settings.clock_dwell_ms,
-        min_gain=state.settings.clock_min_gain,
-    )
+def _points(state: State, decision: Decision) -> list[Point]:
+    """Return where each engine runs by a decision."""
+    device, clocks_mhz, profiles = state.device, decision.clocks_mhz, decision.profiles
+    sizes_pct = device.sm_sizes_pct
+    if decision.chosen is not None:
+        sm_clock_mhz, shares_pct, _ = decision.chosen
+        clock = clocks_mhz.index(sm_clock_mhz)
+        least_pct = next(s.least_pct for s in decision.found if s.first <= clock < s.end)
+    else:
+        sm_clock_mhz, shares_pct, _ = tune.fallback(device, profiles, clocks_mhz)
+        clock, least_pct = 0, tune.least_shares(device, profiles, 0)
+    places = tuple([sizes_pct.index(share or sizes_pct[-1]) for share in shares_pct])
+    division = divider_of(device)(places)
+    points = []
+    for load, profile, place, least in zip(decision.loads, profiles, places, least_pct, strict=True):
+        share_pct = sizes_pct[place]
+        step_ms = profile.step_ms[place][clock] / division.bandwidth
+        of_engine = (share_pct, least or share_pct, step_ms, division.compute)
+        points.append(Point(grid_of(load.lut, clocks_mhz), clock, place, sm_clock_mhz, *of_engine))
+    return points
 
 
 def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
@@ -211,17 +151,78 @@ def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
 
 def _memory_is_short(state: State) -> bool:
     """Say whether KV memory is so short that requests had better leave it soon (docs/decisions.md, 21)."""
-    ledger = state.ledger
-    most = sum(ledger.most_kv_bytes(domain[0]) for domain in ledger.domains())
-    free = sum(ledger.free_kv_bytes(domain[0]) for domain in ledger.domains())
-    return free < state.settings.ample_memory * most
+    free_bytes, most_bytes = state.ledger.kv_bytes
+    return free_bytes < state.settings.ample_memory * most_bytes
+
+
+# ---- turns and chunks
+
+
+def _turns(state: State, now_ms: float, engine: Engine, load: Load, point: Point) -> list[batch.Task]:
+    """Return the prefills of an engine in the order of their turns."""
+    works = engine.tally.prefills if engine.tally else []
+    if not works:
+        return []
+    # Decode steps take their part of the time.
+    rate = point.compute * max(LEAST_RATE, 1.0 - point.step_ms / load.decode_budget_ms)
+    tasks = []
+    for work in works:
+        # Eq. 4 weighs whole prompts, or one that is half done would lose its turn to one like it.
+        whole_ms = point.prefill_ms(work.request.context_tokens) / rate
+        tasks.append(
+            batch.Task(
+                work.run_id,
+                score_of(state, now_ms, work, whole_ms),
+                tenant=work.request.tenant,
+                late=work.due_ms <= now_ms and not work.urgent,
+                latency_ms=point.prefill_ms(work.prefill_tokens) / rate,
+                slack_ms=work.due_ms - now_ms,
+                since_ms=since_ms(work),
+            )
+        )
+    if len(tasks) == 1:
+        return tasks
+    return batch.prefill_order(tasks, state.served, 2.0 * _chunk_ms(state, engine))
+
+
+def _order(engine: Engine, turns: Sequence[batch.Task]) -> tuple[str, ...]:
+    """Return the order for the plan: the one in force, if by it the prefills come in these turns already."""
+    in_force = engine.plan.order if engine.plan else ()
+    if len(turns) < 2:
+        return in_force
+    wanted = [task.key for task in turns]
+    place = {run_id: i for i, run_id in enumerate(in_force)}
+    by_arrival = (work.run_id for work in engine.tally.prefills) if engine.tally else ()
+    if sorted(by_arrival, key=lambda run_id: place.get(run_id, len(place))) == wanted:
+        return in_force
+    return tuple(wanted)
+
+
+def _chunk_tokens(state: State, engine: Engine, load: Load, point: Point, turns: Sequence[batch.Task]) -> int:
+    """Return the largest chunk of prefill with which decodes keep their TBT and prefills their TTFT.
+
+    The first prefill ends with the chunk that it is in, whatever else that computes; one that comes during
+    a chunk waits for its end.
+    """
+    room_ms = _chunk_ms(state, engine)
+    if load.decodes:
+        room_ms = min(room_ms, load.decode_budget_ms - point.step_ms)
+    if turns and turns[0].latency_ms <= turns[0].slack_ms:
+        room_ms = min(room_ms, turns[0].slack_ms)
+    return tune.largest_chunk(point.grid, point.clock, point.share, room_ms, point.compute, CHUNK_TOKENS)
+
+
+def _chunk_ms(state: State, engine: Engine) -> float:
+    """Return how long a chunk may take; so much later than its time may a turn come, and again, end."""
+    objectives = engine.spec.objectives or objectives_for(0)
+    return state.settings.chunk_part * objectives.ttft_ms
 
 
 def _held(
     state: State,
     now_ms: float,
     engines: Sequence[Engine],
-    loads: Sequence[tune.Load],
+    loads: Sequence[Load],
     turns: Sequence[Sequence[batch.Task]],
     clock_mhz: int,
 ) -> frozenset[str]:
@@ -239,12 +240,22 @@ def _held(
             left_pct -= load.lut.least_decode_share_pct(*at) or 100
         for turn, task in enumerate(tasks):
             work = engine.running[task.key]
-            slack_ms = _slack_ms(state, now_ms, work)
-            share_pct = load.lut.least_prefill_share_pct(clock_mhz, work.prefill_tokens, slack_ms) or 100
+            left_ms = (1.0 - state.settings.slack_headroom) * slack_ms(now_ms, work)
+            share_pct = load.lut.least_prefill_share_pct(clock_mhz, work.prefill_tokens, left_ms) or 100
             found.append((turn, -task.score, task._replace(sm_share_pct=share_pct)))
     tasks_in_turn = [task for *_, task in sorted(found)]
     _, bypassed = batch.fill(tasks_in_turn, 0, max(0, left_pct))
     return frozenset(task.key for task in bypassed)
+
+
+# ---- orders
+
+
+def freeze(state: State, engine: Engine, run_id: str) -> list[Action]:
+    """Hold a run for its move at once, and in every plan from now on."""
+    engine.frozen |= {run_id}
+    now = engine.plan or Plan(plan_id=0)
+    return _set_plan(state, engine, now.held | {run_id}, now.order, now.chunk_tokens, now.sm_share_pct)
 
 
 def _in_force_mhz(state: State) -> int:
@@ -258,10 +269,29 @@ def _set_clock(state: State, now_ms: float, clock_mhz: int) -> list[Action]:
     return [SetClock(sm_clock_mhz=clock_mhz), Count(name="clock_switches")]
 
 
-def _set_plan(state: State, engine: Engine, plan: Plan) -> list[Action]:
+def _set_plan(
+    state: State,
+    engine: Engine,
+    held: frozenset[str],
+    order: tuple[str, ...],
+    chunk_tokens: int,
+    sm_share_pct: int,
+) -> list[Action]:
     old = engine.plan
-    if old is not None and old == msgspec.structs.replace(plan, plan_id=old.plan_id):
+    if (
+        old is not None
+        and (old.chunk_tokens, old.sm_share_pct) == (chunk_tokens, sm_share_pct)
+        and old.held == held
+        and old.order == order
+    ):
         return []
+    plan = Plan(
+        plan_id=state.next_plan_id,
+        held=held,
+        order=order,
+        chunk_tokens=chunk_tokens,
+        sm_share_pct=sm_share_pct,
+    )
     engine.plan = plan
     state.next_plan_id += 1
     return [SetPlan(model=engine.spec.name, plan=plan)]

@@ -1,9 +1,9 @@
 """What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
 
 from services.local_sched.admission import enqueue, prefill_alone_ms
-from services.local_sched.ends import count_end, delta_of, fail, finish, forget, with_output
+from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_moves, with_output
 from services.local_sched.spans import end_of, last_span, span
-from services.local_sched.state import Stage, State, Work
+from services.local_sched.state import Engine, Stage, State, Work
 from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
 from shared.events import Action, Count, TokenDelta
 
@@ -12,19 +12,21 @@ STARVED_STEPS = 10
 
 
 def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
-    """Count what a step did and send its tokens, one message per gateway; end what has ended."""
+    """Count what an engine did and send its tokens, one message per gateway; end what has ended."""
     engine = state.engines.get(event.model)
     if engine is None:
         return []
+    tally, engine.tally = engine.tally, None
     actions: list[Action] = []
     deltas: list[tuple[str, TokenDelta]] = []
     grown: list[Work] = []
-    decoded = False
+    decoded = 0
+    _book_energy(state, now_ms, engine, event)
     for output in event.outputs:
         work = engine.running.get(output.request_id)
         if work is None:
             continue  # stopped meanwhile
-        decoded = decoded or work.decoding
+        decoded += work.decoding
         first_seq = work.output_count
         actions += _count_output(state, now_ms, work, output)
         end = None
@@ -37,17 +39,39 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
             grown.append(work)
         if output.token_ids or end:
             deltas.append((work.request.gateway, delta_of(work, first_seq, output.token_ids, end)))
+    tokens = sum([len(delta.token_ids) for _, delta in deltas])
     if decoded:
-        smoothed_ms = engine.step_ms or event.duration_ms
-        engine.step_ms = smoothed_ms + 0.2 * (event.duration_ms - smoothed_ms)
-    sends = state.outbox.send(now_ms, deltas)
+        steps = max(1, len(event.ages_ms))
+        step_ms = event.duration_ms / steps
+        smoothed_ms = engine.step_ms or step_ms
+        engine.step_ms = step_ms + 0.8**steps * (smoothed_ms - step_ms)
+        # Where every decode got on by the same, and nothing else happened, it need not be counted up anew.
+        alike = decoded == len(grown) == len(event.outputs) and tokens == steps * decoded
+        if alike and tally is not None and tally.decodes == decoded:
+            engine.tally = tally.stepped(now_ms, steps)
+    sends = state.outbox.send(now_ms, deltas, event.ages_ms)
     for work in grown:
         if work.stage is Stage.RUNNING:  # it may have made room for one before it
             actions += _grow(state, now_ms, work)
-    tokens = sum(len(delta.token_ids) for _, delta in deltas)
     if tokens:
         actions.append(Count(name="tokens", labels={"model": event.model}, value=tokens))
     return [*sends, *actions]
+
+
+def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -> None:
+    """Book what an engine's steps took; what it tells of requests stopped meanwhile was in vain."""
+    engine.stepped_ms = now_ms
+    requests_j: float | None = 0.0
+    aborted_j = event.aborted_j
+    for output in event.outputs:
+        if output.energy_j is None or requests_j is None:
+            requests_j = None
+        elif output.request_id in engine.running:
+            requests_j += output.energy_j
+        else:
+            aborted_j += output.energy_j
+    ended_ms = [now_ms - age_ms for age_ms in event.ages_ms] or [now_ms]
+    state.energy.ran(ended_ms, event.duration_ms, requests_j, aborted_j)
 
 
 def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -> list[Action]:
@@ -79,11 +103,13 @@ def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
     """
     request = work.request
     needed = work.context_tokens  # the next step computes the latest token's KV
-    if state.ledger.held_tokens(request.model, request.request_id) >= needed:
+    ahead = needed + state.settings.report_steps - 1  # and more may be computed before the next report
+    held = state.ledger.held_tokens(request.model, request.request_id)
+    if held >= ahead:
         return []
     if needed > state.ledger.most_tokens(request.model):
         return finish(state, now_ms, work, "length")
-    for tokens in (max(needed, work.wanted_tokens), needed):
+    for tokens in (max(ahead, work.wanted_tokens), ahead, needed):
         if state.ledger.reserve(request.model, request.request_id, tokens):
             return []
     work.urgent = True
@@ -118,6 +144,8 @@ def relieve(state: State, now_ms: float) -> list[Action]:
 
     A starved request is looked at again later, unless it has run by then: its engine reports it but once.
     """
+    if not state.starved:
+        return []
     actions: list[Action] = []
     running = {run_id: work for engine in state.engines.values() for run_id, work in engine.running.items()}
     while (due_ms := relief_due_ms(state)) is not None and due_ms <= now_ms:
@@ -151,7 +179,11 @@ def _victim(state: State, spared: Work) -> Work | None:
 def _evict(state: State, now_ms: float, work: Work) -> list[Action]:
     """Put a running request back into the queue; it goes on from the tokens that it has."""
     request = work.request
-    del state.engines[request.model].running[work.run_id]
+    engine = state.engines[request.model]
+    del engine.running[work.run_id]
+    engine.frozen -= {work.run_id}
+    engine.tally = None
+    leave_moves(state, work)
     state.ledger.release(request.model, request.request_id)
     work.request = with_output(work)
     work.tokens, work.prefilled_tokens, work.run_tokens = [], 0, 0

@@ -41,6 +41,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             model may ask for, so that one that comes during it can be in time: it waits for the end of this
             chunk, and is computed in the next.
         move_ttl_ms: a source takes a request back, and (twice this) a destination drops it, without news.
+        report_steps: most decode steps that an emulated engine takes before it reports them; memory is
+            promised ahead for so many. More than 1 is for simulations: nobody waits for the tokens there.
         oom_grace_ms: a device that says it is out of memory this soon after an eviction is not believed yet:
             the order to evict may still be on its way.
     """
@@ -73,4 +75,5 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     considered_prefills: int = 16
     chunk_part: float = 0.3
     move_ttl_ms: float = 5_000.0
+    report_steps: int = 1
     oom_grace_ms: float = 20.0

@@ -1,8 +1,19 @@
 """What is told about a request when a part of its life here is over: trace spans, and its end."""
 
-from services.local_sched.state import State, Work
+from services.local_sched.state import Decision, State, Work
+from services.local_sched.tune import feasible
 from shared.events import Action, Span
 from shared.model import RequestEnd
+
+RULES = {
+    "least_energy": "Of all points that meet every deadline it takes the least energy.",
+    "clock_kept": "The least energy at the present clock; to switch saves too little, or is too soon.",
+    "fixed_clock": "The clock is fixed by a setting: the least energy there that meets every deadline.",
+    "memory_short": "Memory is short: the least energy of the widest shares, so that requests leave sooner.",
+    "memory_awaited": "A request waits for memory: the highest clock, for others to leave sooner.",
+    "infeasible": "No point meets every deadline: the highest clock, shares by need.",
+}
+"""Why a clock and shares are in force (3.4), as traces tell it."""
 
 
 def span(
@@ -20,7 +31,10 @@ def span(
         "festina.sm_clock_mhz": state.clock_mhz,
         "festina.sm_share_pct": sm_share_pct(state, work),
         "festina.output_tokens": work.output_count,
+        "festina.slack_ms": slack_ms(now_ms, work, name == "local.decode"),
     }
+    if name != "local.queue":
+        attributes |= _decision(state, now_ms, work)
     if name == "local.decode" and work.energy_j is not None:
         attributes["festina.energy_j"] = work.energy_j
     traced = Span(
@@ -60,6 +74,7 @@ def end_of(state: State, now_ms: float, work: Work, finish_reason: str, error: s
         else "no meter on this device",
         sm_clock_mhz=state.clock_mhz,
         sm_share_pct=sm_share_pct(state, work),
+        dispatch=work.dispatch,
     )
 
 
@@ -67,3 +82,44 @@ def sm_share_pct(state: State, work: Work) -> int:
     """Return the SM share that the request's engine has by its plan; 0 before the first plan."""
     engine = state.engines.get(work.request.model)
     return engine.plan.sm_share_pct if engine and engine.plan else 0
+
+
+def slack_ms(now_ms: float, work: Work, decoding: bool) -> float:
+    """Return how long before its time a request is: with its first token, or on its mean TBT since then."""
+    if not decoding or work.run_first_ms is None:
+        return work.due_ms - now_ms
+    pace_ms = work.request.objectives.tbt_ms * (work.run_tokens - 1)
+    return work.run_first_ms + pace_ms - now_ms
+
+
+def _decision(state: State, now_ms: float, work: Work) -> dict[str, object]:
+    """Return what is told of the decision in force: why this clock and these shares, and out of what."""
+    engine, decision = state.engines.get(work.request.model), state.decision
+    told: dict[str, object] = {}
+    if engine is not None and engine.plan is not None:
+        told["festina.chunk_tokens"] = engine.plan.chunk_tokens
+    if decision is not None:
+        rule = _rule(state, decision)
+        told["festina.decision.phase"] = rule
+        told["festina.decision.reason"] = RULES[rule]
+        told["festina.decision.age_ms"] = now_ms - state.decided_ms
+        told["festina.decision.models"] = decision.models
+        told["festina.decision.candidates"] = tuple(decision.points)
+        if decision.chosen is not None:
+            told["festina.decision.chosen"] = decision.points.index(decision.chosen)
+    return told
+
+
+def _rule(state: State, decision: Decision) -> str:
+    """Name the rule of `RULES` by which clock and shares in force were chosen."""
+    chosen = decision.chosen
+    if chosen is None:
+        return "infeasible" if decision.points else "memory_awaited"
+    if state.settings.fixed_clock_mhz is not None:
+        return "fixed_clock"
+    if decision.memory_short:
+        return "memory_short"
+    if len({point.sm_clock_mhz for point in decision.points}) == 1:
+        return "clock_kept"  # it was too soon to switch, so no other was looked at
+    least_j = min(point.energy_j for point in decision.points if feasible(point, decision.budget_pct))
+    return "least_energy" if chosen.energy_j <= least_j else "clock_kept"

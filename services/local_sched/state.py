@@ -3,11 +3,15 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from services.local_sched.energy import EnergyBook
+from services.local_sched.grid import Load, Profile
 from services.local_sched.ledger import Ledger
 from services.local_sched.moves import Moves
 from services.local_sched.outbox import Outbox
 from services.local_sched.settings import LocalSettings
+from services.local_sched.tune import Candidate, Stretch, candidates
 from shared.devices import Device
 from shared.lut import Lut
 from shared.model import ModelSpec, Plan, Request
@@ -17,8 +21,17 @@ GROWTH_TOKENS = 64
 """A request that outgrows its reservation asks for this much more at a time, if that fits."""
 
 
+class Arrival(NamedTuple):
+    """What a request has brought along by a move: the KV of `kv_tokens` tokens of its context, in a stage."""
+
+    stage: str
+    kv_tokens: int
+    move_id: str
+    migrator: str
+
+
 class Stage(Enum):
-    """Where a request is: waiting in the queue, given to its engine, or held still for a move."""
+    """Where a request is: waiting in the queue, given to its engine, or held still, out of it, for a move."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -42,6 +55,8 @@ class Work:
         given_ms, first_ms, last_ms: start of its first run, and its first and latest token here.
         passed_over_ms: since when it is passed over for want of memory.
         urgent: it outgrew its reservation and goes first (3.4, mispredictions).
+        dispatch: the rule by which the global scheduler chose this GPU; empty after a move.
+        arrival: what it has brought along and its engine has not said to have yet.
     """
 
     request: Request
@@ -62,11 +77,14 @@ class Work:
     last_ms: float | None = None
     passed_over_ms: float | None = None
     urgent: bool = False
+    dispatch: str = ""
+    arrival: Arrival | None = None
 
     @property
     def context_tokens(self) -> int:
         """Tokens of prompt and output so far."""
-        return self.request.context_tokens + len(self.tokens)
+        request = self.request
+        return len(request.prompt_tokens) + len(request.output_tokens) + len(self.tokens)
 
     @property
     def output_count(self) -> int:
@@ -86,7 +104,11 @@ class Work:
     @property
     def remaining_tokens(self) -> int:
         """Output tokens still expected, at least one."""
-        return max(1, min(self.request.max_tokens, self.predicted_output_tokens) - self.output_count)
+        request, expected = self.request, self.predicted_output_tokens
+        if expected > request.max_tokens:
+            expected = request.max_tokens
+        left = expected - len(request.output_tokens) - len(self.tokens)
+        return left if left > 1 else 1  # asked of every request in every summary: `max` takes twice as long
 
     @property
     def wanted_tokens(self) -> int:
@@ -99,16 +121,38 @@ class Work:
             output = self.output_count + GROWTH_TOKENS
         return len(self.request.prompt_tokens) + min(self.request.max_tokens, output)
 
-    def step_budget_ms(self, headroom: float) -> float:
-        """Return how long its next decode step may take so that its mean TBT is kept.
 
-        A request on pace has one TBT, one ahead no more than that (the room is kept for a stall), and one
-        behind what is left, but at least half a TBT: one late token is not worth any clock.
-        """
-        assert self.run_first_ms is not None and self.last_ms is not None
-        tbt_ms = self.request.objectives.tbt_ms
-        left_ms = self.run_first_ms + tbt_ms * self.run_tokens - self.last_ms
-        return (1.0 - headroom) * min(tbt_ms, max(left_ms, tbt_ms / 2))
+class Tally(NamedTuple):
+    """What runs in an engine, counted up.
+
+    Args:
+        decodes: requests that decode.
+        context_tokens, steps: tokens of their contexts, and steps until they end, added up.
+        tbt_ms: the shortest of their TBTs.
+        left_ms: at least this long after the last step was each one's next token due, by its mean TBT.
+        last_ms: when the last step ended.
+        prefills: the others, as they came.
+    """
+
+    decodes: int
+    context_tokens: int
+    steps: int
+    tbt_ms: float
+    left_ms: float
+    last_ms: float
+    prefills: list[Work]
+
+    def stepped(self, now_ms: float, steps: int) -> "Tally":
+        """Return what it is after more steps in which all decodes got on, and nothing else."""
+        return Tally(
+            self.decodes,
+            self.context_tokens + steps * self.decodes,
+            max(self.decodes, self.steps - steps * self.decodes),
+            self.tbt_ms,
+            self.left_ms + steps * self.tbt_ms - (now_ms - self.last_ms),
+            now_ms,
+            self.prefills,
+        )
 
 
 @dataclass
@@ -117,8 +161,11 @@ class Engine:
 
     Args:
         running: requests given to it, in that order, by the id of their run.
+        frozen: runs that are held for a move, whatever else is decided.
         used_ms: when it last had work, or became ready.
+        stepped_ms: when a step of it last ended, or the first of its requests was given to it.
         plan: the plan in force, None before the first.
+        tally: of what runs; None once that has changed, until the next decision.
         least_share_pct: the least SM share that meets its deadlines, as of the last decision.
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
@@ -129,15 +176,49 @@ class Engine:
     spec: ModelSpec
     lut: Lut
     used_ms: float
+    stepped_ms: float = 0.0
     state: str = "loading"
     reason: str = ""
     running: dict[str, Work] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
     plan: Plan | None = None
+    tally: Tally | None = None
     least_share_pct: int = 0
     step_ms: float = 0.0
     load_again: bool = False
     load_due_ms: float = math.inf
     gave_up: str = ""
+
+
+class Decision(NamedTuple):
+    """What clock and shares were chosen from, for the next decision and whoever asks why (`festina explain`).
+
+    Args:
+        models: whose shares are named, in this order.
+        clocks_mhz: clocks of the sweep, from the highest down.
+        loads: what each engine had to do.
+        budget_pct: what shares may add up to.
+        memory_short: only the widest shares were considered, for requests to leave sooner.
+        memory_awaited: a request waits for memory, which is not let wait for a sweep.
+        profiles: what the loads take.
+        found: the outcome of the sweep; empty if `memory_awaited`.
+        chosen: the one taken; None: it is the highest clock, with shares in proportion to need.
+    """
+
+    models: tuple[str, ...]
+    clocks_mhz: tuple[int, ...]
+    loads: list[Load]
+    budget_pct: int
+    memory_short: bool
+    memory_awaited: bool
+    profiles: list[Profile] = []
+    found: list[Stretch] = []
+    chosen: Candidate | None = None
+
+    @property
+    def points(self) -> list[Candidate]:
+        """All candidates of the sweep; one without a share, at the end, is where a deadline is missed."""
+        return candidates(self.found, self.clocks_mhz)
 
 
 @dataclass
@@ -152,6 +233,7 @@ class State:
         schedulers: when each scheduler was last heard.
         starved: by run that its engine has no memory for, when to look at that again.
         served: by tenant, tokens of the work started for it, by its weight; see `batch.fair_order`.
+        decision: the one in force; None before the first.
         asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
         work_changed: the set of running work changed since the last decision.
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
@@ -171,6 +253,7 @@ class State:
     outbox: Outbox
     clock_mhz: int
     elastic_kv: bool
+    energy: EnergyBook
     moves: Moves = field(default_factory=Moves)
     engines: dict[str, Engine] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
@@ -187,6 +270,7 @@ class State:
     drained: bool = False
     leaving: bool = False
     bus_lost: bool = False
+    decision: Decision | None = None
     asked_mhz: int | None = None
     switched_ms: float = -math.inf
     evicted_ms: float = -math.inf

@@ -60,32 +60,42 @@ def _engine(state: State, now_ms: float, engine: Engine, works: list[Work]) -> E
     model = engine.spec.name
     free_kv_bytes = state.ledger.free_kv_bytes(model)
     pool = state.ledger.pools.get(model)
-    waiting = Counter(work.request.tenant for work in works if work.stage is not Stage.RUNNING)
+    context_tokens, tightest_tbt_ms = 0, math.inf
+    waiting: Counter[str] = Counter()
+    prefills: list[tuple[float, int]] = []
+    for work in works:  # as often as there are requests here, in every summary
+        request = work.request
+        tightest_tbt_ms = min(tightest_tbt_ms, request.objectives.tbt_ms)
+        if work.stage is Stage.RUNNING:
+            context_tokens += work.context_tokens
+        else:
+            waiting[request.tenant] += 1
+        if work.run_first_ms is None and work.stage is not Stage.HELD:
+            prefills.append((work.due_ms - now_ms, work.prefill_tokens))
     return EngineSummary(
         model=model,
         state=engine.state,
         running=len(engine.running),
         queued=waiting.total(),
-        context_tokens=sum(work.context_tokens for work in engine.running.values()),
+        context_tokens=context_tokens,
         free_kv_bytes=free_kv_bytes,
         sm_share_pct=engine.least_share_pct,
         idle_ms=0.0 if works or state.moves.expected(model) else now_ms - engine.used_ms,
-        tightest_tbt_ms=min((work.request.objectives.tbt_ms for work in works), default=0.0),
+        tightest_tbt_ms=tightest_tbt_ms if works else 0.0,
         reason=engine.reason,
         queued_of=dict(waiting),
-        prefills=_prefills(now_ms, works),
+        prefills=_prefills(prefills),
         staircase=_staircase(state, [model], free_kv_bytes) if pool and pool.pool_bytes else (),
         spec=digest(engine.spec),
     )
 
 
-def _prefills(now_ms: float, works: list[Work]) -> tuple[Prefills, ...]:
-    """Return what is to be prefilled here; neighbours are told of together, by the later of their times."""
-    left = sorted(
-        (work.due_ms - now_ms, work.prefill_tokens)
-        for work in works
-        if work.stage is not Stage.HELD and not work.decoding
-    )
+def _prefills(left: list[tuple[float, int]]) -> tuple[Prefills, ...]:
+    """Return what is to be prefilled here, of (ms until it is due, tokens) each.
+
+    Neighbours are told of together, by the later of their times.
+    """
+    left.sort()
     size = math.ceil(len(left) / MOST_PREFILLS)
     groups = (left[i : i + size] for i in range(0, len(left), size or 1))
     return tuple(Prefills(group[-1][0], len(group), sum(tokens for _, tokens in group)) for group in groups)
@@ -106,8 +116,9 @@ def _staircase(state: State, models: Collection[str], free_bytes: int) -> tuple[
         share_pct = engine.least_share_pct
         used_pct += share_pct
         pool = state.ledger.pools[model]
+        holders, block_bytes = pool.holders, pool.block_bytes
         mine = [
-            (_left_ms(engine, work), pool.holders[work.request.request_id] * pool.block_bytes, 0)
+            (left_ms(engine, work), holders[work.request.request_id] * block_bytes, 0)
             for work in engine.running.values()
         ]
         mine.sort()
@@ -117,12 +128,12 @@ def _staircase(state: State, models: Collection[str], free_bytes: int) -> tuple[
         else:
             ends.append((last_ms, 0, share_pct))
     claimed = sum(
-        _claimed_bytes(state, work) for work in state.queue.values() if work.request.model in models
+        claimed_bytes(state, work) for work in state.queue.values() if work.request.model in models
     )
     return staircase(free_bytes, max(0, 100 - used_pct), ends, claimed)
 
 
-def _claimed_bytes(state: State, work: Work) -> int:
+def claimed_bytes(state: State, work: Work) -> int:
     """Return the memory that a waiting request will take; one that was moved here holds some already."""
     model = work.request.model
     pool = state.ledger.pools[model]
@@ -130,7 +141,8 @@ def _claimed_bytes(state: State, work: Work) -> int:
     return max(0, pool.bytes_for(min(work.wanted_tokens, state.ledger.most_tokens(model))) - held)
 
 
-def _left_ms(engine: Engine, work: Work) -> float:
+def left_ms(engine: Engine, work: Work) -> float:
     """Return how long a request is expected to run on; before the first measured step, by its objectives."""
     step_ms = engine.step_ms or work.request.objectives.tbt_ms
-    return (0.0 if work.decoding else work.prefill_ms) + work.remaining_tokens * step_ms
+    decode_ms = work.remaining_tokens * step_ms
+    return decode_ms if work.decoding else work.prefill_ms + decode_ms

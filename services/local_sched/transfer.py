@@ -1,11 +1,15 @@
-"""Both sides of a request's move to another GPU, message by message (3.5, F); any message may be repeated."""
+"""Both sides of a request's move to another GPU, message by message (3.5, F); any message may be repeated.
+
+`grants.py` has the memory that is promised for one, and `live.py` what is different at the source if it runs.
+"""
 
 import msgspec
 
+from services.local_sched import grants, live
 from services.local_sched.admission import enqueue, new_work
-from services.local_sched.ends import delta_of, drop_move, forget, with_output
+from services.local_sched.ends import delta_of, drop_move, moved_away, thaw
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer, holder
-from services.local_sched.state import Stage, State, Work
+from services.local_sched.state import Arrival, Stage, State, Work
 from shared.events import (
     AbortMove,
     Action,
@@ -13,72 +17,35 @@ from shared.events import (
     Adopted,
     CommitMove,
     Count,
-    Granted,
+    KvLoaded,
     Moved,
     Release,
     Released,
-    Reserve,
     Send,
 )
-from shared.model import Request
 
 ANY = "*"  # as request id of a release: any waiting request of the model
 
 # ---- destination
 
 
-def reserve(state: State, now_ms: float, event: Reserve) -> list[Action]:
-    """Promise memory for a request that may come, or say why not."""
-    transfer = state.moves.transfers.get(event.move_id)
-    if transfer is None:
-        reason = _reserve(state, now_ms, event.move_id, event.request_id, event.model, event.context_tokens)
-        if reason:
-            return [_granted(event.migrator, event.move_id, 0, reason)]
-        transfer = state.moves.transfers[event.move_id]
-    transfer.heard_ms, transfer.migrator = now_ms, event.migrator
-    return [_granted(event.migrator, event.move_id, transfer.credit_bytes, "")]
-
-
-def _granted(migrator: str, move_id: str, credit_bytes: int, reason: str) -> Send:
-    return Send(to=migrator, message=Granted(move_id=move_id, credit_bytes=credit_bytes, reason=reason))
-
-
-def _reserve(
-    state: State, now_ms: float, move_id: str, request_id: str, model: str, context_tokens: int
-) -> str:
-    """Take memory for a move to here; returns why that cannot be, empty if it could."""
-    engine = state.engines.get(model)
-    if state.draining:
-        return f"{state.gpu} is draining"
-    if engine is None or engine.state not in ("loading", "ready"):
-        return f"model {model} is {engine.state if engine else 'not loaded'} on {state.gpu}"
-    tokens = context_tokens + 1
-    if not state.ledger.reserve(model, holder(move_id), tokens):
-        return f"{state.gpu} has no memory for {tokens} tokens of {model}"
-    state.moves.transfers[move_id] = Transfer(
-        side=DESTINATION,
-        request_id=request_id,
-        model=model,
-        heard_ms=now_ms,
-        credit_bytes=state.ledger.pools[model].bytes_for(tokens),
-    )
-    state.summary_due = True
-    return ""
-
-
 def adopt(state: State, now_ms: float, event: Adopt) -> list[Action]:
     """Hold a request's state until the move is committed; no answer if there is no memory for it."""
     request = event.request
-    if event.move_id not in state.moves.transfers and _reserve(
-        state, now_ms, event.move_id, request.request_id, request.model, request.context_tokens
+    tokens = request.context_tokens + 1
+    if event.move_id not in state.moves.transfers and grants.take(
+        state, now_ms, event.move_id, request.request_id, request.model, tokens
     ):
         return []
     transfer = state.moves.transfers[event.move_id]
+    if not transfer.committed and not state.ledger.reserve(request.model, holder(event.move_id), tokens):
+        return []  # it has grown beyond what was promised
     transfer.heard_ms, transfer.migrator = now_ms, event.migrator
     if transfer.request is None:
         transfer.request, transfer.adopted_ms = request, now_ms
         transfer.predicted_output_tokens = event.predicted_output_tokens
         transfer.source, transfer.energy_j = event.source, event.energy_j
+        transfer.stage, transfer.kv_tokens = event.stage, event.kv_tokens
         work = new_work(state, now_ms, request, event.predicted_output_tokens)
         # More than the context if there is room; it can start without.
         state.ledger.reserve(request.model, holder(event.move_id), work.wanted_tokens)
@@ -89,14 +56,21 @@ def adopt(state: State, now_ms: float, event: Adopt) -> list[Action]:
 
 
 def release(state: State, now_ms: float, event: Release) -> list[Action]:
-    """Hold a waiting request still and hand out its state; one that has started stays."""
+    """Hold a request still and hand out its state; one that has started only if it was prepared."""
     known = state.moves.transfers.get(event.move_id)
-    if known is not None:
+    if known is not None and known.mode and event.freeze:
+        frozen = live.freeze(state, now_ms, event)
+        return [*frozen, *live.released(state, now_ms, event.move_id, known)]
+    if event.freeze or (known is not None and known.mode):
+        work = None
+    elif known is not None:
         work = state.works.get(known.request_id) if known.side == SOURCE else None
     else:
         work = _waiting(state, event)
     if work is None:
-        return [Send(to=event.migrator, message=Released(move_id=event.move_id, request=None))]
+        runs = event.request_id in state.works and not event.freeze
+        none = Released(move_id=event.move_id, request=None, running=runs)
+        return [Send(to=event.migrator, message=none)]
     if known is None:
         request_id, model = work.request.request_id, work.request.model
         known = Transfer(side=SOURCE, request_id=request_id, model=model, heard_ms=now_ms)
@@ -106,13 +80,7 @@ def release(state: State, now_ms: float, event: Release) -> list[Action]:
         work.stage, work.passed_over_ms = Stage.HELD, None
         state.changed()
     known.heard_ms = now_ms
-    released = Released(
-        move_id=event.move_id,
-        request=_as_of(now_ms, work),
-        predicted_output_tokens=work.predicted_output_tokens,
-        energy_j=work.energy_j,
-    )
-    return [Send(to=event.migrator, message=released)]
+    return [Send(to=event.migrator, message=live.state_of(now_ms, event.move_id, known, work))]
 
 
 def _waiting(state: State, event: Release) -> Work | None:
@@ -120,11 +88,6 @@ def _waiting(state: State, event: Release) -> Work | None:
     if event.request_id != ANY:
         return state.queue.get(event.request_id)
     return next((w for w in state.queue.values() if w.request.model == event.model), None)
-
-
-def _as_of(now_ms: float, work: Work) -> Request:
-    waited_ms = work.request.waited_ms + now_ms - work.arrived_ms
-    return msgspec.structs.replace(with_output(work), waited_ms=waited_ms)
 
 
 # ---- both
@@ -136,11 +99,11 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     if transfer is None:
         return []
     if transfer.side == SOURCE:
-        del state.moves.transfers[event.move_id]
         work = state.works[transfer.request_id]
-        forget(state, now_ms, work)
-        state.outbox.drop(transfer.request_id, work.request.attempt)  # the destination sends it all again
-        return [Count(name="moves", labels={"side": SOURCE})]
+        if work.stage is not Stage.HELD and not transfer.released:
+            return []  # nobody else has it
+        del state.moves.transfers[event.move_id]
+        return [*moved_away(state, now_ms, work), Count(name="moves", labels={"side": SOURCE})]
     request = transfer.request
     if request is None:
         return []
@@ -160,7 +123,7 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     transfer.committed, transfer.heard_ms = True, now_ms
     if request.request_id in state.works:  # it has come by another way
         state.ledger.release(transfer.model, holder(event.move_id))
-        return actions
+        return [*actions, *_not_needed(event.move_id, transfer)]
     waited_ms = request.waited_ms + now_ms - transfer.adopted_ms
     here = msgspec.structs.replace(request, waited_ms=waited_ms)
     state.ledger.rename(transfer.model, holder(event.move_id), request.request_id)
@@ -171,6 +134,12 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
         work.energy_j = None  # a part of it is not known
     else:
         work.energy_j += transfer.energy_j
+    if transfer.kv_tokens:
+        work.arrival = Arrival(transfer.stage, transfer.kv_tokens, event.move_id, transfer.migrator)
+        work.prefilled_tokens = transfer.kv_tokens
+        work.prefill_ms = float(
+            state.engines[request.model].lut.ttft_ms(state.clock_mhz, 100, work.prefill_tokens)
+        )
     enqueue(state, work)
     if request.output_tokens:  # the source forgets them, and the last may not have reached the gateway
         so_far = msgspec.structs.replace(
@@ -180,16 +149,24 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     return [*actions, Count(name="moves", labels={"side": DESTINATION})]
 
 
+def _not_needed(move_id: str, transfer: Transfer) -> list[Action]:
+    if not transfer.stage:
+        return []
+    return [Send(to=transfer.migrator, message=KvLoaded(move_id=move_id, reason="it is here already"))]
+
+
 def abort_move(state: State, now_ms: float, event: AbortMove) -> list[Action]:
     """Go back to what was before the move: the source goes on, the destination forgets."""
     undo(state, event.move_id)
     return []
 
 
-def expire(state: State, now_ms: float) -> None:
-    """Undo the moves that nobody has spoken of for too long."""
+def expire(state: State, now_ms: float) -> list[Action]:
+    """Undo the moves that nobody has spoken of for too long; return what is to be said of those over."""
     for move_id in state.moves.expired(now_ms, state.settings.move_ttl_ms):
         undo(state, move_id)
+    notices, state.moves.notices = state.moves.notices, []
+    return notices
 
 
 def undo(state: State, move_id: str) -> None:
@@ -201,6 +178,10 @@ def undo(state: State, move_id: str) -> None:
         del state.moves.transfers[move_id]
     elif transfer.side == SOURCE:
         del state.moves.transfers[move_id]
-        enqueue(state, state.works[transfer.request_id])
+        work = state.works[transfer.request_id]
+        if work.stage is Stage.HELD:
+            enqueue(state, work)
+        else:
+            thaw(state, work)
     else:
         drop_move(state, move_id)

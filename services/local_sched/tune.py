@@ -1,23 +1,20 @@
 """The joint sweep over clocks and SM shares: the least energy that meets every deadline (3.4, Fig. 8 step 3).
 
-`choose` is the sweep's decision over plain numbers. `profile` asks the look-up table what each engine needs,
-and `candidates` makes the choices out of it: per clock, the least shares that meet the deadlines, and those
-shares widened in proportion until they fill the device. The second kind is not in the paper: a decode on its
-least share finishes late within its deadline, and while it lasts the device's static power is drawn, so
-more SMs are sometimes less energy. Energy decides.
+`choose` is the decision over plain numbers, and `sweep` makes the choices out of what each engine needs
+(`Grid.profile`): per clock, the least shares that meet the deadlines, and those shares widened in proportion
+until they fill the device. The second kind is not in the paper: a decode on its least share finishes late
+within its deadline, and while it lasts the device's static power is drawn, so more SMs are sometimes less
+energy. Energy decides. Clocks are named by their places, from the highest down.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
+from services.local_sched.divide import Division, divider_of, proportional
+from services.local_sched.grid import Grid, Profile
 from shared.devices import Device
-from shared.lut import Lut
-from shared.silicon import contention, idle_power_w
 
 
 class Candidate(NamedTuple):
@@ -35,7 +32,7 @@ def feasible(candidate: Candidate, budget_pct: int = 100) -> bool:
 
 
 def choose(
-    found: Iterable[Candidate],
+    found: Sequence[Candidate],
     *,
     budget_pct: int = 100,
     current_mhz: int | None = None,
@@ -47,199 +44,187 @@ def choose(
     Equal energies go to the lower clock, then to the smaller shares. The current clock, where it is feasible,
     is kept if it may not be switched now, or if another would save less than `min_gain` of the energy.
     """
-
-    def rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
-        return candidate.energy_j, candidate.sm_clock_mhz, tuple(share or 0 for share in candidate.shares_pct)
-
-    fitting = [candidate for candidate in found if feasible(candidate, budget_pct)]
-    best = min(fitting, key=rank, default=None)
-    here = min((c for c in fitting if c.sm_clock_mhz == current_mhz), key=rank, default=None)
+    here = _least([candidate for candidate in found if candidate.sm_clock_mhz == current_mhz], budget_pct)
+    if here is not None and not may_switch:
+        return here
+    best = _least(found, budget_pct)
     if best is None or here is None:
         return best
-    return best if may_switch and best.energy_j < here.energy_j * (1.0 - min_gain) else here
+    return best if best.energy_j < here.energy_j * (1.0 - min_gain) else here
 
 
-@lru_cache(maxsize=4096)
-def proportional(
-    needs: tuple[float, ...], sizes_pct: tuple[int, ...], budget_pct: int = 100
-) -> tuple[int, ...]:
-    """Return shares in proportion to `needs`, each one of the device's ascending sizes.
+def _least(found: Iterable[Candidate], budget_pct: int) -> Candidate | None:
+    best = None
+    for candidate in found:
+        if best is not None and candidate.energy_j > best.energy_j:
+            continue
+        if feasible(candidate, budget_pct) and (best is None or _rank(candidate) < _rank(best)):
+            best = candidate
+    return best
 
-    They add up to at most `budget_pct`, except where even the smallest size for each is more than that.
+
+def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
+    return candidate.energy_j, candidate.sm_clock_mhz, tuple(share or 0 for share in candidate.shares_pct)
+
+
+class Stretch(NamedTuple):
+    """Neighbouring clocks, from the place `first` on downwards, with the same shares; and the energy at each.
+
+    `least_pct` are the least shares there, which these are or are more than.
     """
-    if len(sizes_pct) == 1:  # a device that is not partitioned
-        return tuple(sizes_pct[0] for _ in needs)
-    ideal_pct = [budget_pct * need / sum(needs) for need in needs]
-    index = [0] * len(needs)
-    left_pct = budget_pct - sizes_pct[0] * len(needs)
 
-    def growth_pct(engine: int) -> int:
-        larger = index[engine] + 1
-        return sizes_pct[larger] - sizes_pct[index[engine]] if larger < len(sizes_pct) else budget_pct + 1
+    shares_pct: tuple[int | None, ...]
+    least_pct: tuple[int | None, ...]
+    first: int
+    energies_j: list[float]
 
-    while growing := [engine for engine in range(len(needs)) if growth_pct(engine) <= left_pct]:
-        furthest = max(growing, key=lambda engine: ideal_pct[engine] - sizes_pct[index[engine]])
-        left_pct -= growth_pct(furthest)
-        index[furthest] += 1
-    return tuple(sizes_pct[i] for i in index)
+    @property
+    def end(self) -> int:
+        """Place of the first clock below."""
+        return self.first + len(self.energies_j)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What one engine has to do, and by when.
+def sweep(
+    device: Device, profiles: Sequence[Profile], clocks: int, budget_pct: int = 100, *, wide: bool = False
+) -> list[Stretch]:
+    """Return the least and the filled shares at each of so many clocks, with their energy.
+
+    A lower clock needs no smaller share. So the sweep goes down from the highest clock, each time from the
+    shares of the one before, and ends with the first clock at which a deadline is missed or the shares do not
+    fit, for below it nothing does. More SMs for one engine leave less bandwidth for the rest, so shares are
+    raised until all deadlines hold at once: needs only grow on the way, so the first fit is the least.
 
     Args:
-        decodes: requests that decode.
-        mean_context_tokens: mean context of those.
-        decode_budget_ms: longest a step may take so that each keeps its TBT.
-        decode_steps: steps expected until they end; weighs decode against prefill in the energy.
-        prefills: (tokens left, slack in ms) of each prefill, earliest deadline first.
+        profiles: of each engine, over these clocks.
+        wide: leave out the least shares where the filled ones hold as well. They end requests sooner for a
+            little more energy, which is worth it when memory is short (docs/decisions.md, 21).
     """
+    divide = divider_of(device)
+    j_per_ms = device.static_w / 1e3 if device.has_meter else 1.0
+    found: list[Stretch] = []
+    places = (0,) * len(profiles)
+    clock = 0
+    while clock < clocks:
+        least = divide(places)
+        reach = _reach(profiles, places, least)
+        end = min(reach)
+        if end <= clock:
+            raised = _raised(device, places, reach, clock)
+            if raised is None:
+                shares_pct = _without(device, places, reach, clock)
+                return [*found, Stretch(shares_pct, shares_pct, clock, [math.inf])]
+            places = raised
+            continue
+        if least.total_pct > budget_pct:
+            return [*found, *_stretch(profiles, places, least, least, clock, clock + 1, j_per_ms)]
+        filled, filled_end = divide(least.filled), clock
+        if filled is not least:
+            filled_end = min(end, *_reach(profiles, least.filled, filled))
+        found += _stretch(profiles, places, least, least, filled_end if wide else clock, end, j_per_ms)
+        found += _stretch(profiles, least.filled, filled, least, clock, filled_end, j_per_ms)
+        clock = end
+    return found
 
-    lut: Lut
-    decodes: int = 0
-    mean_context_tokens: float = 0.0
-    decode_budget_ms: float = math.inf
-    decode_steps: float = 1.0
-    prefills: tuple[tuple[int, float], ...] = ()
 
+def _reach(profiles: Sequence[Profile], places: Sequence[int], division: Division) -> list[int]:
+    """Return by engine at how many clocks, from the highest down, its deadlines hold on these shares.
 
-@dataclass(frozen=True)
-class Profile:
-    """One engine's load over the grid: each field is [clock][share], and for the engine running alone.
-
-    Args:
-        decode_ms: time of one decode step; 0 if nothing decodes.
-        prefill_part: largest part of any prefill's slack that the prefills up to it take; above 1 is late.
-        work_ms: time of all the work of the load.
-        dynamic_j: its energy above the device's static power; 0 without a meter.
+    Where an engine does both, decode steps take their part of its time from the prefills.
     """
-
-    decode_budget_ms: float
-    decode_ms: list[list[float]]
-    prefill_part: list[list[float]]
-    work_ms: list[list[float]]
-    dynamic_j: list[list[float]]
-
-    def meets(self, clock: int, share: int, bandwidth_scale: float, compute_scale: float) -> bool:
-        """Say whether all deadlines hold at a point of the grid under contention.
-
-        Where an engine does both, decode steps take their part of its time from the prefills.
-        """
-        step_ms = self.decode_ms[clock][share] / bandwidth_scale
-        if step_ms > self.decode_budget_ms:
-            return False
-        left_for_prefill = 1.0 - step_ms / self.decode_budget_ms
-        return self.prefill_part[clock][share] <= compute_scale * left_for_prefill
+    _, _, bandwidth, compute, _ = division
+    reach = []
+    for (step_ms, budget_ms, prefill_ms, slack_ms, _, _), place in zip(profiles, places, strict=True):
+        steps, most_ms = step_ms[place], budget_ms * bandwidth
+        prefills, slack_ms = prefill_ms[place], slack_ms * compute
+        end = min(bisect_right(steps, most_ms), bisect_right(prefills, slack_ms))
+        while end and prefills[end - 1] > slack_ms * (1.0 - steps[end - 1] / most_ms):
+            end -= 1
+        reach.append(end)
+    return reach
 
 
-def profile(device: Device, load: Load, clocks_mhz: Sequence[int]) -> Profile:
-    """Ask the look-up table about a load at every clock and share; four table queries."""
-    clock = np.asarray(clocks_mhz)[:, None]
-    share = np.asarray(device.sm_sizes_pct)[None, :]
-    static_w = idle_power_w(device, "cold")
-    shape = (len(clocks_mhz), len(device.sm_sizes_pct))
-    decode_ms, prefill_part = np.zeros(shape), np.zeros(shape)
-    work_ms, dynamic_j = np.zeros(shape), np.zeros(shape)
-    if load.decodes:
-        at: Any = (clock, share, load.decodes, load.mean_context_tokens)
-        decode_ms = load.lut.tbt_ms(*at) + np.zeros(shape)
-        work_ms = work_ms + decode_ms * load.decode_steps
-        dynamic_j = dynamic_j + (load.lut.decode_power_w(*at) - static_w) * work_ms / 1e3
-    if load.prefills:
-        tokens, slack_ms = (np.asarray(column) for column in zip(*load.prefills, strict=True))
-        at = (clock[..., None], share[..., None], tokens)
-        prefill_ms = load.lut.ttft_ms(*at)
-        prefill_part = np.max(np.cumsum(prefill_ms, axis=-1) / slack_ms, axis=-1)
-        work_ms = work_ms + prefill_ms.sum(axis=-1)
-        dynamic_j = dynamic_j + ((load.lut.prefill_power_w(*at) - static_w) * prefill_ms).sum(axis=-1) / 1e3
-    return Profile(
-        decode_budget_ms=load.decode_budget_ms,
-        decode_ms=decode_ms.tolist(),
-        prefill_part=prefill_part.tolist(),
-        work_ms=work_ms.tolist(),
-        dynamic_j=np.nan_to_num(dynamic_j).tolist(),
-    )
+def _raised(
+    device: Device, places: Sequence[int], reach: Sequence[int], clock: int
+) -> tuple[int, ...] | None:
+    """Return the places with the next larger share for each engine that is late; None if one has all."""
+    last = len(device.sm_sizes_pct) - 1
+    if any(end <= clock and place == last for end, place in zip(reach, places, strict=True)):
+        return None
+    return tuple([place + (end <= clock) for end, place in zip(reach, places, strict=True)])
 
 
-@lru_cache(maxsize=4096)
-def scales(device: Device, shares_pct: tuple[int, ...]) -> tuple[float, float]:
-    """Return (bandwidth, compute) left to engines that run on these shares at one moment.
-
-    Kept, as `proportional` is: the sweep asks at every clock for the same few shares.
-    """
-    return contention(device, [share / 100 for share in shares_pct])
-
-
-def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tuple[int | None, ...]:
-    """Return the least share per engine that meets its deadlines at a clock of the grid, beside the others.
-
-    More SMs for one engine leave less bandwidth for the rest, so shares are raised, from the smallest on,
-    until all deadlines hold at once. Needs only grow on the way, so the first fixed point is the least.
-    """
-    sizes = device.sm_sizes_pct
-    index = [0] * len(profiles)
-    while True:
-        bandwidth, compute = scales(device, tuple(sizes[i] for i in index))
-        short = [e for e, p in enumerate(profiles) if not p.meets(clock, index[e], bandwidth, compute)]
-        stuck = {e for e in short if index[e] == len(sizes) - 1}
-        if stuck or not short:
-            return tuple(None if e in stuck else sizes[i] for e, i in enumerate(index))
-        for engine in short:
-            index[engine] += 1
-
-
-def energy_j(
-    device: Device, profiles: Sequence[Profile], clock: int, shares_pct: tuple[int, ...], static_w: float
-) -> float:
-    """Return the energy of all the work at a point.
+def _stretch(
+    profiles: Sequence[Profile],
+    places: tuple[int, ...],
+    division: Division,
+    least: Division,
+    start: int,
+    end: int,
+    j_per_ms: float,
+) -> list[Stretch]:
+    """Return the clocks from `start` up to `end` with the energy of all the work; nothing if there are none.
 
     Static power counts once, for as long as the longest engine takes (docs/decisions.md, 16).
     Without a meter it is the time alone, so that the fastest wins (30).
     """
-    bandwidth, compute = scales(device, shares_pct)
-    index = [device.sm_sizes_pct.index(share) for share in shares_pct]
-    alone_ms = max(p.work_ms[clock][i] for p, i in zip(profiles, index, strict=True))
-    longest_ms = alone_ms / min(bandwidth, compute)
-    if not device.has_meter:
-        return longest_ms
-    dynamic_j = sum(p.dynamic_j[clock][i] for p, i in zip(profiles, index, strict=True))
-    return static_w * longest_ms / 1e3 + dynamic_j
+    if end <= start:
+        return []
+    j_per_ms /= min(division.bandwidth, division.compute)
+    alone_ms: list[Iterable[float]] = []
+    dynamic_j: list[list[float]] = []
+    for profile, place in zip(profiles, places, strict=True):
+        parts_ms = [table[place][start:end] for table in profile.work_ms]
+        alone_ms.append(map(sum, zip(*parts_ms, strict=True)) if len(parts_ms) > 1 else parts_ms[0])
+        dynamic_j += [table[place][start:end] for table in profile.dynamic_j]
+    longest_ms = map(max, *alone_ms) if len(alone_ms) > 1 else alone_ms[0]
+    total_j = map(sum, zip(*dynamic_j, strict=True)) if len(dynamic_j) > 1 else dynamic_j[0]
+    energies_j = [j_per_ms * ms + j for ms, j in zip(longest_ms, total_j, strict=True)]
+    return [Stretch(division.shares_pct, least.shares_pct, start, energies_j)]
 
 
-def candidates(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[int]) -> list[Candidate]:
-    """Return the least and the filled shares at each clock, with their energy; at most two per clock."""
-    sizes = device.sm_sizes_pct
-    static_w = idle_power_w(device, "cold")
-    found = []
-    for clock, sm_clock_mhz in enumerate(clocks_mhz):
-        least = least_shares(device, profiles, clock)
-        shares = tuple(share for share in least if share is not None)
-        if len(shares) < len(least):
-            found.append(Candidate(sm_clock_mhz, least, math.inf))
-            continue
-        found.append(Candidate(sm_clock_mhz, least, energy_j(device, profiles, clock, shares, static_w)))
-        filled = proportional(shares, sizes)
-        if len(sizes) > 1 and sum(shares) <= 100 and filled != least:
-            scale = scales(device, filled)
-            points = zip(profiles, (sizes.index(share) for share in filled), strict=True)
-            if all(p.meets(clock, i, *scale) for p, i in points):
-                energy = energy_j(device, profiles, clock, filled, static_w)
-                found.append(Candidate(sm_clock_mhz, filled, energy))
-    return found
+def candidates(found: Iterable[Stretch], clocks_mhz: Sequence[int]) -> list[Candidate]:
+    """Return every candidate of the stretches."""
+    return [
+        Candidate(clocks_mhz[stretch.first + i], stretch.shares_pct, energy_j)
+        for stretch in found
+        for i, energy_j in enumerate(stretch.energies_j)
+    ]
 
 
-def widest(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return, for each clock, the last of its candidates that is feasible: the one with the widest shares.
+def finalists(found: Iterable[Stretch], clocks_mhz: Sequence[int], current: int | None) -> list[Candidate]:
+    """Return the candidates that `choose` may return: of each stretch the best, and the clock in force."""
+    chosen = []
+    for shares_pct, _, first, energies_j in found:
+        least_j = min(energies_j)
+        best = len(energies_j) - 1 - energies_j[::-1].index(least_j)  # of equals the lowest clock
+        chosen.append(Candidate(clocks_mhz[first + best], shares_pct, least_j))
+        if current is not None and 0 <= current - first < len(energies_j) and current != first + best:
+            chosen.append(Candidate(clocks_mhz[current], shares_pct, energies_j[current - first]))
+    return chosen
 
-    Wider shares end requests sooner for a little more energy, which is worth it when memory is short.
-    """
-    by_clock: dict[int, Candidate] = {}
-    for candidate in found:
-        kept = by_clock.get(candidate.sm_clock_mhz)
-        if kept is None or not feasible(kept) or feasible(candidate):
-            by_clock[candidate.sm_clock_mhz] = candidate  # the filled one comes after the least one
-    return list(by_clock.values())
+
+def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tuple[int | None, ...]:
+    """Return the least share per engine that meets its deadlines at a clock, beside the others."""
+    sizes_pct, places = device.sm_sizes_pct, (0,) * len(profiles)
+    while True:
+        reach = _reach(profiles, places, divider_of(device)(places))
+        if min(reach) > clock:
+            return tuple(sizes_pct[place] for place in places)
+        raised = _raised(device, places, reach, clock)
+        if raised is None:
+            return _without(device, places, reach, clock)
+        places = raised
+
+
+def _without(
+    device: Device, places: Sequence[int], reach: Sequence[int], clock: int
+) -> tuple[int | None, ...]:
+    """Return the shares, without those of engines that are late although they have all SMs."""
+    sizes_pct, last = device.sm_sizes_pct, len(device.sm_sizes_pct) - 1
+    return tuple(
+        None if end <= clock and place == last else sizes_pct[place]
+        for end, place in zip(reach, places, strict=True)
+    )
 
 
 def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[int]) -> Candidate:
@@ -247,20 +232,17 @@ def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[i
 
     Also the answer to memory pressure, where the way out is to end requests sooner (docs/decisions.md, 21).
     """
-    clock = len(clocks_mhz) - 1
-    needs = []
-    for engine in profiles:
-        alone = least_shares(device, [engine], clock)[0]
-        needs.append(float(alone or device.sm_sizes_pct[-1]))
-    return Candidate(clocks_mhz[clock], proportional(tuple(needs), device.sm_sizes_pct), math.nan)
+    most_pct = device.sm_sizes_pct[-1]
+    needs = [least_shares(device, [engine], 0)[0] or most_pct for engine in profiles]
+    return Candidate(clocks_mhz[0], proportional(needs, device.sm_sizes_pct), math.nan)
 
 
 def largest_chunk(
-    lut: Lut, sm_clock_mhz: int, sm_share_pct: int, room_ms: float, compute_scale: float, sizes: Sequence[int]
+    grid: Grid, clock: int, share: int, room_ms: float, compute_scale: float, sizes: tuple[int, ...]
 ) -> int:
     """Return the largest prefill chunk, of ascending `sizes`, that adds at most `room_ms` to a decode step.
 
     The smallest is returned even if it does not fit: a prefill must get on.
     """
-    chunk_ms = lut.ttft_ms(sm_clock_mhz, sm_share_pct, np.asarray(sizes)) / compute_scale
-    return sizes[max(0, int(np.searchsorted(chunk_ms, room_ms, side="right")) - 1)]
+    fitting = bisect_right(grid.chunks_ms(clock, share, sizes), room_ms * compute_scale)
+    return sizes[max(0, fitting - 1)]

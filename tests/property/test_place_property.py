@@ -98,3 +98,23 @@ def test_evict_frees_enough_takes_the_longest_idle_and_fails_only_where_nothing_
     victims = [c for c in idle[gpu] if c.model in names]
     assert free + sum(c.need_bytes for c in victims) >= need
     assert least_idle_ms(victims) == best
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 50), st.lists(st.tuples(st.floats(0.01, 1.0), st.integers(1, 20)), max_size=6))
+def test_evict_takes_no_model_whose_memory_it_could_do_without(need, rows):
+    idle = [IdleModel(f"m{i}", 1.0, size, rate) for i, (rate, size) in enumerate(rows)]
+    found = evict(spec("m", need, "emulated"), [Room("g", "emulated", 0, 0)], {"g": idle})
+    assert (found is None) == (sum(each.need_bytes for each in idle) < need)
+    if found is not None:
+        victims = [each for each in idle if each.model in found[1]]
+        freed = sum(each.need_bytes for each in victims)
+        assert freed >= need and all(freed - each.need_bytes < need for each in victims)
+
+
+def test_evict_would_rather_lose_one_large_model_than_two_small_ones() -> None:
+    """All are asked for equally often: one reload instead of two, though the large one was used last."""
+    idle = [
+        IdleModel(name, ms, size, 0.1) for name, ms, size in (("a", 9e9, 15), ("b", 8e9, 15), ("c", 1.0, 30))
+    ]
+    assert evict(spec("m", 30, "emulated"), [Room("g", "emulated", 0, 0)], {"g": idle}) == ("g", ("c",))

@@ -1,12 +1,16 @@
 """The sweep against brute force."""
 
+import math
+from functools import cache
 from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.local_sched import tune
-from services.local_sched.tune import Candidate, Load
+from services.local_sched.divide import divider_of, proportional
+from services.local_sched.grid import Load, grid_of
+from services.local_sched.tune import Candidate
 from shared.catalog import emulated_models
 from shared.devices import DEVICES
 from shared.lut import build
@@ -14,6 +18,7 @@ from shared.lut import build
 H100 = DEVICES["h100-80gb"]
 LUTS = [build(H100, model) for model in emulated_models(3)]
 SIZES = H100.sm_sizes_pct
+CLOCKS = tuple(int(clock) for clock in LUTS[0].clocks_mhz[::-1])
 
 shares = st.one_of(st.none(), st.sampled_from(SIZES))
 candidates = st.lists(
@@ -49,41 +54,112 @@ def test_choose_is_the_least_energy_of_all_that_fit(found):
         assert best.energy_j == min(c.energy_j for c in fitting)
 
 
+def slowest(ask, clock_mhz):
+    """What the table says at a clock, or at a higher one where the power cap makes that slower."""
+    return max(float(ask(higher_mhz)) for higher_mhz in CLOCKS if higher_mhz >= clock_mhz)
+
+
+@cache
+def step_ms(load, clock_mhz, share_pct):
+    if not load.decodes:
+        return 0.0
+    at = (share_pct, load.decodes, load.mean_context_tokens)
+    return slowest(lambda mhz: load.lut.tbt_ms(mhz, *at), clock_mhz)
+
+
+@cache
+def prefills_ms(load, clock_mhz, share_pct):
+    return [
+        slowest(lambda mhz, n=n: load.lut.ttft_ms(mhz, share_pct, n), clock_mhz) for n, _ in load.prefills
+    ]
+
+
 def meets(load, clock_mhz, share_pct, bandwidth, compute):
     """The deadlines of one engine, written out from the table."""
-    step_ms = 0.0
-    if load.decodes:
-        step_ms = load.lut.tbt_ms(clock_mhz, share_pct, load.decodes, load.mean_context_tokens) / bandwidth
-    if step_ms > load.decode_budget_ms:
+    share_of_time = step_ms(load, clock_mhz, share_pct) / bandwidth / load.decode_budget_ms
+    if share_of_time > 1.0:
         return False
-    prefill_ms = 0.0
-    for tokens, slack_ms in load.prefills:
-        prefill_ms += load.lut.ttft_ms(clock_mhz, share_pct, tokens) / compute
-        if prefill_ms > slack_ms * (1.0 - step_ms / load.decode_budget_ms) * (1 + 1e-9):
+    total_ms = 0.0
+    for ms, (_, slack_ms) in zip(prefills_ms(load, clock_mhz, share_pct), load.prefills, strict=True):
+        total_ms += ms / compute
+        if total_ms > slack_ms * (1.0 - share_of_time) * (1 + 1e-9):
             return False
     return True
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(loads, min_size=2, max_size=2), st.sampled_from([0, 4, 9]))
+def energy_j(loads, clock_mhz, shares_pct, bandwidth, compute):
+    """The energy of all the work, written out from the table (docs/decisions.md, 16)."""
+    longest_ms = dynamic_j = 0.0
+    for load, share in zip(loads, shares_pct, strict=True):
+        ms = step_ms(load, clock_mhz, share)
+        parts = [(ms * load.decode_steps, load.lut.decode_power_w, (load.decodes, load.mean_context_tokens))]
+        for ms, (tokens, _) in zip(prefills_ms(load, clock_mhz, share), load.prefills, strict=True):
+            parts.append((ms, load.lut.prefill_power_w, (tokens,)))
+        longest_ms = max(longest_ms, sum(ms for ms, _, _ in parts))
+        for ms, power_w, at in parts:
+            dynamic_j += (float(power_w(clock_mhz, share, *at)) - H100.static_w) * ms / 1e3
+    return H100.static_w * longest_ms / min(bandwidth, compute) / 1e3 + dynamic_j
+
+
+def scales(shares_pct):
+    division = divider_of(H100)(tuple(map(SIZES.index, shares_pct)))
+    return division.bandwidth, division.compute
+
+
+def fits(loads, clock_mhz, shares_pct):
+    return all(
+        meets(load, clock_mhz, s, *scales(shares_pct)) for load, s in zip(loads, shares_pct, strict=True)
+    )
+
+
+def least_of_all(loads, clock_mhz):
+    """The least shares by trying every pair; None if none fits."""
+    fitting = [pair for pair in product(SIZES, repeat=2) if fits(loads, clock_mhz, pair)]
+    return tuple(min(pair[engine] for pair in fitting) for engine in range(2)) if fitting else None
+
+
+def profiles_of(loads):
+    return [grid_of(load.lut, CLOCKS).profile(load) for load in loads]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(loads, min_size=2, max_size=2), st.sampled_from([1, 6, 10]))
 def test_least_shares_are_the_smallest_that_meet_all_deadlines_together(both, clock):
-    clocks = [int(c) for c in both[0].lut.clocks_mhz]
-    profiles = [tune.profile(H100, load, clocks) for load in both]
-    found = tune.least_shares(H100, profiles, clock)
-    fitting = []
-    for pair in product(SIZES, repeat=2):
-        scales = tune.scales(H100, pair)
-        if all(meets(load, clocks[clock], s, *scales) for load, s in zip(both, pair, strict=True)):
-            fitting.append(pair)
-    if None in found:
-        assert not fitting
-    else:
-        assert found == tuple(min(pair[engine] for pair in fitting) for engine in range(2))
+    found = tune.least_shares(H100, profiles_of(both), clock)
+    assert (None if None in found else found) == least_of_all(both, CLOCKS[clock])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(loads, min_size=2, max_size=2), st.booleans(), st.sampled_from([None, *CLOCKS]))
+def test_the_sweep_finds_the_least_energy_at_every_clock_with_least_and_with_filled_shares(
+    both, wide, now_mhz
+):
+    weighed = []
+    for clock_mhz in CLOCKS:
+        least = least_of_all(both, clock_mhz)
+        if least is None or sum(least) > 100:
+            continue
+        filled = proportional(least, SIZES)
+        pairs = [filled] if fits(both, clock_mhz, filled) else []
+        if not (wide and pairs):
+            pairs.append(least)
+        weighed += [(energy_j(both, clock_mhz, pair, *scales(pair)), clock_mhz, pair) for pair in set(pairs)]
+    found = tune.sweep(H100, profiles_of(both), len(CLOCKS), wide=wide)
+    told = [c for c in tune.candidates(found, CLOCKS) if tune.feasible(c)]
+    assert sorted((c.sm_clock_mhz, c.shares_pct) for c in told) == sorted(w[1:] for w in weighed)
+    current = CLOCKS.index(now_mhz) if now_mhz else None
+    for may_switch in (True, False):
+        how = {"current_mhz": now_mhz, "may_switch": may_switch, "min_gain": 0.02}
+        best = tune.choose(tune.finalists(found, CLOCKS, current), **how)
+        assert best == tune.choose(told, **how)
+    best = tune.choose(told)
+    assert (best is None) == (not weighed)
+    assert best is None or math.isclose(best.energy_j, min(weighed)[0], rel_tol=1e-6)
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=10))
 def test_proportional_shares_fit_and_leave_little(needs):
-    given_pct = tune.proportional(tuple(needs), SIZES)
+    given_pct = proportional(tuple(needs), SIZES)
     assert all(share in SIZES for share in given_pct)
     assert sum(given_pct) <= max(100, 10 * len(needs))
     assert sum(given_pct) == 100

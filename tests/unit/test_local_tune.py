@@ -5,7 +5,9 @@ import math
 import pytest
 
 from services.local_sched import tune
-from services.local_sched.tune import Candidate, Load, choose, proportional
+from services.local_sched.divide import proportional
+from services.local_sched.grid import Load, coarse, grid_of
+from services.local_sched.tune import Candidate, choose
 from shared.catalog import emulated_models
 from shared.devices import DEVICES
 from shared.lut import build
@@ -13,7 +15,7 @@ from shared.lut import build
 H100 = DEVICES["h100-80gb"]
 MODEL = emulated_models(1)[0]
 LUT = build(H100, MODEL)
-CLOCKS = [int(clock) for clock in LUT.clocks_mhz]
+CLOCKS = tuple(int(clock) for clock in LUT.clocks_mhz[::-1])
 FIG_8 = [  # shares of P1, D1, D2, D3
     Candidate(900, (50, 20, 30, 20), 36.0),
     Candidate(1100, (40, 20, 20, 20), 40.0),
@@ -41,13 +43,30 @@ def test_a_clock_at_which_a_deadline_is_missed_is_left_at_once():
     assert choose(FIG_8, current_mhz=900, may_switch=False) == FIG_8[1]
 
 
-def test_the_widest_candidate_of_each_clock_that_meets_the_deadlines():
-    least, filled, alone = (
-        Candidate(975, (20,), 1.0),
-        Candidate(975, (100,), 2.0),
-        Candidate(1065, (10,), 3.0),
-    )
-    assert tune.widest([least, filled, alone]) == [filled, alone]
+def profile(load, clocks=CLOCKS):
+    return grid_of(load.lut, clocks).profile(load)
+
+
+def points(*profiles, **how):
+    return tune.candidates(tune.sweep(H100, profiles, len(CLOCKS), **how), CLOCKS)
+
+
+def test_where_memory_is_short_only_the_widest_shares_of_each_clock_are_weighed():
+    load = profile(Load(LUT, 8, 500.0, 85.0, 100.0))
+    assert {(c.sm_clock_mhz, c.shares_pct[0]) for c in points(load)} >= {(1635, 10), (1635, 100)}
+    assert [c.shares_pct for c in points(load, wide=True)] == [(100,)] * len(CLOCKS)
+
+
+def test_below_the_first_clock_that_does_not_do_nothing_is_weighed():
+    tight = profile(Load(LUT, prefills=((4000, 1.02 * LUT.ttft_ms(1335, 100, 4000)),)))
+    found = points(tight)
+    assert found[-1] == Candidate(1245, (None,), math.inf)
+    assert {c.sm_clock_mhz for c in found} == {clock for clock in CLOCKS if clock >= 1245}
+
+
+def test_round_numbers_are_never_below_and_close():
+    assert [coarse(n, 6) for n in (0.2, 63, 64, 65, 1000, 8191)] == [1, 63, 64, 66, 1008, 8192]
+    assert all(n <= coarse(n, 5) <= n * (1 + 1 / 16) for n in range(1, 5000))
 
 
 def test_equal_energy_goes_to_the_lower_clock():
@@ -73,8 +92,7 @@ def test_a_device_without_partitions_gives_each_engine_all():
 
 
 def test_one_decode_chooses_a_point_that_keeps_its_tbt():
-    profile = tune.profile(H100, Load(LUT, 8, 500.0, 85.0, 100.0), CLOCKS)
-    found = tune.candidates(H100, [profile], CLOCKS)
+    found = points(profile(Load(LUT, 8, 500.0, 85.0, 100.0)))
     best = choose(found)
     assert best is not None and best.shares_pct[0] is not None
     assert LUT.tbt_ms(best.sm_clock_mhz, best.shares_pct[0], 8, 500.0) <= 85.0
@@ -85,21 +103,23 @@ def test_one_decode_chooses_a_point_that_keeps_its_tbt():
 def test_a_tighter_prefill_needs_a_larger_share():
     need = []
     for slack_ms in (2000.0, 150.0):
-        profile = tune.profile(H100, Load(LUT, prefills=((2000, slack_ms),)), CLOCKS)
-        need.append(tune.least_shares(H100, [profile], 0)[0])
+        load = profile(Load(LUT, prefills=((2000, slack_ms),)))
+        need.append(tune.least_shares(H100, [load], len(CLOCKS) - 1)[0])
     assert need[0] is not None and (need[1] is None or need[1] > need[0])
 
 
 def test_prefills_of_one_engine_queue_behind_each_other():
-    alone = float(LUT.ttft_ms(CLOCKS[-1], 100, 1000))
-    profile = tune.profile(H100, Load(LUT, prefills=((1000, 3 * alone), (1000, 3 * alone))), CLOCKS)
-    assert profile.prefill_part[-1][-1] == pytest.approx(2 / 3, rel=1e-3)
+    alone = float(LUT.ttft_ms(CLOCKS[0], 100, 1000))
+    load = profile(Load(LUT, prefills=((1000, 3 * alone), (1000, 3 * alone))))
+    assert load.prefill_ms[-1][0] / load.slack_ms == pytest.approx(2 / 3, rel=1e-3)
+    one = profile(Load(LUT, prefills=((1000, 3 * alone),)))
+    assert one.prefill_ms[-1][0] / one.slack_ms == pytest.approx(1 / 3, rel=1e-3)
 
 
 def test_the_impossible_falls_back_to_the_highest_clock_in_proportion_to_need():
-    hopeless = tune.profile(H100, Load(LUT, prefills=((8000, 1.0),)), CLOCKS)
-    easy = tune.profile(H100, Load(LUT, 1, 100.0, 1000.0, 10.0), CLOCKS)
-    assert choose(tune.candidates(H100, [hopeless, easy], CLOCKS)) is None
+    hopeless = profile(Load(LUT, prefills=((8000, 1.0),)))
+    easy = profile(Load(LUT, 1, 100.0, 1000.0, 10.0))
+    assert choose(points(hopeless, easy)) is None
     last = tune.fallback(H100, [hopeless, easy], CLOCKS)
     assert last.sm_clock_mhz == H100.f_max_mhz
     assert last.shares_pct == (90, 10) and math.isnan(last.energy_j)
@@ -107,15 +127,14 @@ def test_the_impossible_falls_back_to_the_highest_clock_in_proportion_to_need():
 
 def test_without_a_meter_the_fastest_wins():
     cpu = DEVICES["cpu"]
-    lut = build(cpu, MODEL)
-    profiles = [tune.profile(cpu, Load(lut, 1, 100.0, 1e9, 2.0), [0]) for _ in range(2)]
-    best = choose(tune.candidates(cpu, profiles, [0]), budget_pct=200)
+    profiles = [profile(Load(build(cpu, MODEL), 1, 100.0, 1e9, 2.0), (0,)) for _ in range(2)]
+    best = choose(tune.candidates(tune.sweep(cpu, profiles, 1, 200), (0,)), budget_pct=200)
     assert best is not None and best.shares_pct == (100, 100) and best.energy_j > 0.0
 
 
 def test_chunks_shrink_with_the_room_that_decodes_leave():
-    sizes = (256, 512, 1024, 2048)
+    sizes, grid = (256, 512, 1024, 2048), grid_of(LUT, CLOCKS)
     for room_ms in (-1.0, 10.0, 40.0, 1e6):
-        chunk = tune.largest_chunk(LUT, 1635, 100, room_ms, 1.0, sizes)
+        chunk = tune.largest_chunk(grid, 0, len(H100.sm_sizes_pct) - 1, room_ms, 1.0, sizes)
         fitting = [size for size in sizes if LUT.ttft_ms(1635, 100, size) <= room_ms]
         assert chunk == max(fitting, default=256)

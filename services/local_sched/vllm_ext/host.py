@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+from pathlib import Path
 
 from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, decode_order, frame
 from shared.engine import EngineEnded, LoadEngine
@@ -30,13 +31,15 @@ def main() -> None:
     """Serve one engine to the local scheduler at the other end of an inherited socket."""
     parser = argparse.ArgumentParser(prog="host", description=main.__doc__)
     parser.add_argument("--fd", type=int, required=True, help="number of the socket")
-    connection = socket.socket(fileno=parser.parse_args().fd)
+    parser.add_argument("--stages", type=Path, help="folder of the host's stages, for KV that is moved")
+    given = parser.parse_args()
+    connection = socket.socket(fileno=given.fd)
     orders: queue.Queue[EngineOrder] = queue.Queue(MAX_ORDERS)
     threading.Thread(target=_receive, args=(connection, orders), daemon=True).start()
     load = orders.get()
     assert isinstance(load, LoadEngine), "an engine's first order is to load"
     try:
-        _serve(connection, orders, load)
+        _serve(connection, orders, load, given.stages)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         connection.sendall(frame(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON])))
@@ -54,14 +57,16 @@ def _receive(connection: socket.socket, orders: "queue.Queue[EngineOrder]") -> N
         os._exit(0)
 
 
-def _serve(connection: socket.socket, orders: "queue.Queue[EngineOrder]", load: LoadEngine) -> None:
+def _serve(
+    connection: socket.socket, orders: "queue.Queue[EngineOrder]", load: LoadEngine, stages: Path | None
+) -> None:
     """Load the engine, then obey orders and make steps for as long as the process lives."""
     started = time.perf_counter()
     from services.local_sched.vllm_ext.served import (
         ServedModel,
     )  # importing vLLM takes seconds, part of the load
 
-    served = ServedModel(load)
+    served = ServedModel(load, stages)
     connection.sendall(frame(served.ready(load_ms=(time.perf_counter() - started) * 1000)))
     while True:
         while not orders.empty() or not served.has_runnable():

@@ -41,7 +41,8 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
     """Runs the requests that the plan does not hold: decodes, then prefills in the order of the plan.
 
     After each `schedule`, `prefilled` says how many prompt tokens the step computes for each request in it
-    (0 for a decode), and `starved` which requests vLLM has taken out of the batch for want of KV blocks.
+    (0 for a decode), and `starved` which requests have begun to wait for KV blocks. They keep what they have:
+    vLLM would preempt one and compute its context again, but whom to evict is for the local scheduler to say.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +51,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         self._made_way: set[str] = set()
         self.prefilled: dict[str, int] = {}
         self.starved: tuple[str, ...] = ()
+        self._short: set[str] = set()
 
     def has_runnable(self) -> bool:
         """Return whether a step may find something to do; if not, the caller waits for an order."""
@@ -69,12 +71,11 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         self.waiting.clear()
         self.waiting.extend(in_turn)
         way_for = self._next_to_make_way_for(in_turn, turns)
-        decodes = 0
+        free = [request for request in self.running if external_id(request.request_id) not in self.plan.held]
+        runs, short = self._divide([request for request in free if _turn(request, turns) <= way_for])
         for request in self.running:
-            held = external_id(request.request_id) in self.plan.held
-            waits = held or _turn(request, turns) > way_for
-            request.next_decode_eligible_step = NEVER if waits else 0
-            decodes += not held and not _prefilling(request)
+            request.next_decode_eligible_step = 0 if request.request_id in runs else NEVER
+        decodes = sum(not _prefilling(request) for request in runs.values())
         self.max_num_scheduled_tokens = min(
             self.plan.chunk_tokens + decodes, self.scheduler_config.max_num_batched_tokens
         )
@@ -83,8 +84,29 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
             external_id(request_id): self._prompt_tokens_in_step(request_id, tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         }
-        self.starved = tuple(sorted(external_id(request_id) for request_id in output.preempted_req_ids or ()))
+        self.starved = tuple(sorted(external_id(request_id) for request_id in short - self._short))
+        self._short = short
         return output
+
+    def _divide(self, requests: list[Request]) -> tuple[dict[str, Request], set[str]]:
+        """Return those that there are KV blocks for, the earlier ones first, and the ids of the others."""
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        chunk_tokens = self.plan.chunk_tokens
+        runs: dict[str, Request] = {}
+        short: set[str] = set()
+        for request in requests:
+            tokens = 1
+            if _prefilling(request):
+                tokens = min(chunk_tokens, request.num_tokens - request.num_computed_tokens)
+                chunk_tokens -= tokens
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            needed = -(-(request.num_computed_tokens + tokens) // self.block_size) - len(blocks)
+            if needed > free:
+                short.add(request.request_id)
+            else:
+                runs[request.request_id] = request
+                free -= max(0, needed)
+        return runs, short
 
     def _next_to_make_way_for(self, waiting: list[Request], turns: Mapping[str, int]) -> float:
         """Return the turn of the next waiting request that may start; infinite if there is none.
@@ -124,5 +146,5 @@ def _turn(request: Request, turns: Mapping[str, int]) -> int:
 
 
 def _prefilling(request: Request) -> bool:
-    """Return whether a request has context left to compute before its next token can be sampled."""
-    return bool(request.num_computed_tokens < max(1, request.num_tokens - 1))
+    """Return whether a request has prompt left to compute, or is computing anew what it had."""
+    return bool(request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1))

@@ -9,10 +9,12 @@ from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from services.local_sched.vllm_ext.kv import KvPort
 from services.local_sched.vllm_ext.scheduler import PlanScheduler, check_vllm_version
 from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport
 from shared.engine import (
     EngineReady,
+    ExportKv,
     LoadEngine,
     OutOfMemory,
     RunRequest,
@@ -26,18 +28,24 @@ from shared.model import ModelSpec, Request
 
 BLOCK_TOKENS = 32
 DEFAULT_KV_POOL_BYTES = 256 << 20
-MAX_RUNNING = 16
+MAX_RUNNING = 256
+"""As many as a local scheduler gives an engine (its `max_running`): which of them run, only the plan says."""
+
 MAX_STEP_TOKENS = 2048
 
 
 class ServedModel:
     """A vLLM engine in this process, for one model.
 
+    Args:
+        load: the order to load it.
+        stages: folder of the host's stages; None: KV is not moved.
+
     Raises:
         FestinaError: vLLM is of another version than the one this is made for, or the weights are not there.
     """
 
-    def __init__(self, load: LoadEngine) -> None:
+    def __init__(self, load: LoadEngine, stages: Path | None = None) -> None:
         check_vllm_version()
         if not Path(load.model.weights).is_dir():
             raise FestinaError(
@@ -51,6 +59,8 @@ class ServedModel:
         scheduler = self._engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, PlanScheduler)
         self._scheduler = scheduler
+        layers = self._engine.vllm_config.compilation_config.static_forward_context
+        self._kv = KvPort(load.model, scheduler, layers, stages)
 
     def ready(self, load_ms: float) -> EngineReady:
         """Report that the model is loaded; the pool is what requests can use of it, in whole blocks."""
@@ -72,6 +82,10 @@ class ServedModel:
         match order:
             case RunRequest(request=request):
                 yield from self._run(request)
+                if order.stage:
+                    yield self._kv.take(order)
+            case ExportKv():
+                yield self._kv.export(order)
             case StopRequest(request_id=request_id):
                 self._engine.abort_request([request_id])
             case SetPlan(plan=plan):
@@ -117,6 +131,8 @@ def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
     """Return vLLM's arguments for serving `model` on a CPU with a fixed pool of KV blocks."""
     return EngineArgs(
         model=model.weights,
+        # "auto" would halve fp32 weights, and the books with them; which it is to be, the specification says
+        dtype="float32" if model.weight_bytes >= 4 * model.params else "auto",
         max_model_len=model.context_tokens,
         kv_cache_memory_bytes=kv_pool_bytes or DEFAULT_KV_POOL_BYTES,
         block_size=BLOCK_TOKENS,

@@ -12,6 +12,9 @@ import msgspec
 from shared.engine import (
     EngineEnded,
     EngineReady,
+    ExportKv,
+    KvExported,
+    KvImported,
     LoadEngine,
     OutOfMemory,
     RunRequest,
@@ -20,8 +23,8 @@ from shared.engine import (
     StopRequest,
 )
 
-EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan
-EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | EngineEnded
+EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv
+EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded
 
 HEADER = struct.Struct(">I")
 

@@ -1,0 +1,134 @@
+"""Placement of whole clusters, against plain statements of what it promises and brute force."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.consolidator import pack as packing_module
+from services.consolidator.capacity import Capacity, best_fit_decreasing
+from services.consolidator.demand import Demand
+from services.consolidator.ewr import served_share, waste
+from services.consolidator.mapping import assign
+from services.consolidator.pack import _Bins, pack
+
+CAPACITY = Capacity(95.0, 95)
+demand_lists = st.lists(
+    st.builds(
+        Demand,
+        model=st.sampled_from("abcdefgh"),
+        sm_pct=st.integers(0, 60).map(float),
+        need_bytes=st.integers(1, 95),
+        clock_mhz=st.integers(8, 16).map(lambda step: 100.0 * step),
+        busy=st.floats(0.01, 1.0),
+        least_pct=st.integers(1, 10).map(lambda step: 10.0 * step),
+    ),
+    max_size=12,
+)
+
+
+def numbered(demands: list[Demand]) -> list[Demand]:
+    """Give copies of one model numbers of their own."""
+    seen: dict[str, int] = {}
+    found = []
+    for demand in demands:
+        copy = seen[demand.model] = seen.get(demand.model, -1) + 1
+        found.append(replace(demand, copy=copy))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(demand_lists, st.integers(1, 6))
+def test_packing_keeps_to_capacity_and_keeps_everyone(drawn: list[Demand], gpus: int) -> None:
+    demands = numbered(drawn)
+    packing = pack(demands, gpus, CAPACITY)
+    placed = [demand for group in packing.groups for demand in group]
+    assert sorted((d.model, d.copy) for d in placed) == sorted((d.model, d.copy) for d in demands)
+    for group in packing.groups:
+        assert sum(demand.sm_pct for demand in group) <= CAPACITY.sm_pct
+        assert sum(demand.need_bytes for demand in group) <= CAPACITY.usable_bytes
+        assert len({demand.model for demand in group}) == len(group)
+    assert packing.direct + packing.swaps + packing.fallbacks + packing.opened == len(demands)
+    assert len(packing.groups) == gpus + packing.opened
+
+
+@settings(max_examples=200, deadline=None)
+@given(demand_lists, st.integers(2, 4))
+def test_a_swap_wastes_less_than_placing_the_model_without_one(drawn: list[Demand], gpus: int) -> None:
+    """Watches each swap: it wastes less than the GPU with room and the closest clock, or none has room."""
+    original, swaps = packing_module._swap, []
+
+    def watched(bins: _Bins, demand: Demand, target: int, instead: int | None) -> tuple[Demand, int] | None:
+        found = original(bins, demand, target, instead)
+        assert (instead is None) == (not bins.fits(demand).any())
+        if found is not None:
+            outlier, candidate = found
+            swapped = [[each for each in group if each is not outlier] for group in bins.groups]
+            swapped[target].append(demand)
+            swapped[candidate].append(outlier)
+            if instead is not None:
+                placed = [[*group, demand] if i == instead else group for i, group in enumerate(bins.groups)]
+                assert waste(swapped) < waste(placed)
+            swaps.append(found)
+        return found
+
+    packing_module._swap = watched
+    try:
+        packing = pack(numbered(drawn), gpus, CAPACITY)
+    finally:
+        packing_module._swap = original
+    assert len(swaps) == packing.swaps
+
+
+def fewest_bins(sizes: list[int], capacity: int) -> int:
+    """The optimum, by trying all first bins that hold the largest item."""
+    if not sizes:
+        return 0
+    first, *rest = sorted(sizes, reverse=True)
+    best = len(sizes)
+    for count in range(len(rest) + 1):
+        for chosen in combinations(range(len(rest)), count):
+            if first + sum(rest[i] for i in chosen) <= capacity:
+                left = [rest[i] for i in range(len(rest)) if i not in chosen]
+                best = min(best, 1 + fewest_bins(left, capacity))
+    return best
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 95), max_size=6))
+def test_best_fit_decreasing_is_near_the_optimum(sizes: list[int]) -> None:
+    best, found = fewest_bins(sizes, 95), best_fit_decreasing(sizes, 95)
+    assert best <= found <= 11 / 9 * best + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n), st.integers(0, 2**31))))
+def test_the_assignment_is_the_best_permutation(drawn: tuple[int, int, int]) -> None:
+    groups, gpus, seed = drawn
+    costs = np.random.default_rng(seed).integers(0, 50, (gpus, groups)).astype(float)
+    chosen = assign(costs)
+    assert len(set(chosen)) == groups
+    totals = (sum(costs[row, c] for c, row in enumerate(rows)) for rows in permutations(range(gpus), groups))
+    assert sum(costs[row, c] for c, row in enumerate(chosen)) == min(totals)
+
+
+def outcomes(group: list[Demand]) -> Iterator[tuple[float, float]]:
+    """Yield (chance, percent needed) for each set of models that may run at one time."""
+    for mask in range(2 ** len(group)):
+        chance, pct = 1.0, 0.0
+        for i, demand in enumerate(group):
+            runs = mask >> i & 1
+            chance *= demand.busy if runs else 1.0 - demand.busy
+            pct += demand.least_pct * runs
+        yield chance, pct
+
+
+@settings(max_examples=100, deadline=None)
+@given(demand_lists.filter(lambda drawn: 0 < len(drawn) <= 6))
+def test_served_share_is_that_of_all_sets_that_may_run(group: list[Demand]) -> None:
+    needed = sum(chance * pct for chance, pct in outcomes(group))
+    found = sum(chance * min(100.0, pct) for chance, pct in outcomes(group))
+    assert abs(served_share(group) - found / needed) < 1e-9

@@ -14,7 +14,7 @@ import httpx
 import redis
 
 from services.cli.pool import nats_server_argv, store_server_argv
-from services.cli.supervise import free_port
+from services.cli.supervise import free_port, free_ports
 from shared.config import Common
 
 
@@ -66,14 +66,19 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0, every
 
 
 class RunningPool:
-    """`festina up` as a person starts it, on free ports and in a folder of its own."""
+    """`festina up` as a person starts it, on free ports and in a folder of its own. `urls`: its gateways."""
 
-    def __init__(self, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(
+        self, folder: Path, *flags: str, gateways: int = 1, env: Mapping[str, str] | None = None
+    ) -> None:
+        ports = free_ports(gateways)
+        self.port = ports[0]
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.url = self.urls[0]
         self.folder = folder
         program = str(Path(sys.executable).parent / "festina")
         argv = [program, "up", "--port", str(self.port), "--state-dir", str(folder / "state"), *flags]
+        argv += ["--gateways", str(gateways)]
         base = {k: v for k, v in os.environ.items() if not k.startswith("FESTINA_")}
         self._log = (folder / "up.log").open("ab")
         self._process = subprocess.Popen(

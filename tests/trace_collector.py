@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlparse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 OTLP_PORT, QUERY_PORT = 4318, 16686
+FAILED = 2  # OpenTelemetry's status code
 
 
 class TraceCollector:
@@ -58,9 +59,9 @@ class TraceCollector:
         with self._lock:
             for resource in request.resource_spans:
                 attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+                process = (attributes["service.name"], attributes.get("service.instance.id", ""))
                 for scope in resource.scope_spans:
-                    for span in scope.spans:
-                        self._spans.append(_jaeger_span(attributes["service.name"], span))
+                    self._spans += [_jaeger_span(process, span) for span in scope.spans]
 
     def _query(self, url: Any) -> list[Any]:
         with self._lock:
@@ -68,7 +69,9 @@ class TraceCollector:
         if url.path == "/api/services":
             return sorted({span["service"] for span in spans})
         wanted = url.path.removeprefix("/api/traces").strip("/")
-        service = parse_qs(url.query).get("service", [None])[0]
+        asked = parse_qs(url.query)
+        service = asked.get("service", [None])[0]
+        tags = json.loads(asked.get("tags", ["{}"])[0]).items()
         traces: dict[str, list[dict[str, Any]]] = {}
         for span in spans:
             traces.setdefault(span["traceID"], []).append(span)
@@ -76,29 +79,40 @@ class TraceCollector:
         return [
             _jaeger_trace(trace_id, members)
             for trace_id, members in found.items()
-            if service is None or any(s["service"] == service for s in members)
+            if any(
+                (service is None or s["service"] == service)
+                and all({"key": key, "value": value} in s["tags"] for key, value in tags)
+                for s in members
+            )
         ]
 
 
-def _jaeger_span(service: str, span: Any) -> dict[str, Any]:
+def _jaeger_span(process: tuple[str, str], span: Any) -> dict[str, Any]:
     value = lambda v: getattr(v, v.WhichOneof("value"))  # noqa: E731
     parent = span.parent_span_id.hex()
+    failed = [{"key": "otel.status_code", "value": "ERROR"}] if span.status.code == FAILED else []
+    if failed and span.status.message:
+        failed.append({"key": "otel.status_description", "value": span.status.message})
     return {
-        "service": service,
+        "service": process[0],
+        "process": process,
         "traceID": span.trace_id.hex(),
         "spanID": span.span_id.hex(),
         "operationName": span.name,
         "references": [{"refType": "CHILD_OF", "spanID": parent}] if parent else [],
         "startTime": span.start_time_unix_nano // 1000,
         "duration": (span.end_time_unix_nano - span.start_time_unix_nano) // 1000,
-        "tags": [{"key": a.key, "value": value(a.value)} for a in span.attributes],
+        "tags": [{"key": a.key, "value": value(a.value)} for a in span.attributes] + failed,
     }
 
 
 def _jaeger_trace(trace_id: str, spans: list[dict[str, Any]]) -> dict[str, Any]:
-    services = sorted({span["service"] for span in spans})
-    shown = [{**span, "processID": f"p{services.index(span['service'])}"} for span in spans]
-    processes = {f"p{i}": {"serviceName": name} for i, name in enumerate(services)}
+    found = sorted({span["process"] for span in spans})
+    shown = [{**span, "processID": f"p{found.index(span['process'])}"} for span in spans]
+    processes = {
+        f"p{i}": {"serviceName": name, "tags": [{"key": "service.instance.id", "value": ident}]}
+        for i, (name, ident) in enumerate(found)
+    }
     return {"traceID": trace_id, "spans": shown, "processes": processes}
 
 

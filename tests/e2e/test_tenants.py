@@ -68,14 +68,14 @@ def test_a_stop_string_still_reports_energy(pool: RunningPool, stream: bool) -> 
 def test_a_limit_holds_across_gateways(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(KEYS)
     env = {"FESTINA_GATEWAY_API_KEYS_FILE": str(tmp_path / "keys.toml"), "FESTINA_ADMIN_KEY": "root"}
-    flags = ("--emulated", "--models", "1", "--gpus", "1", "--gateways", "2", "--schedulers", "3")
-    pool = RunningPool(tmp_path, *flags, env=env)
+    flags = ("--emulated", "--models", "1", "--gpus", "1", "--schedulers", "3")
+    pool = RunningPool(tmp_path, *flags, gateways=2, env=env)
     try:
         pool.wait_for_models(QWEN, key="root")
         limits, root = {"requests_per_minute": 10}, {"Authorization": "Bearer root"}
         url = f"{pool.url}/admin/tenants/late"
         assert httpx.put(url, json=limits, headers=root, trust_env=False).status_code == 200
-        urls = [f"http://127.0.0.1:{port}/v1/completions" for port in (pool.port, pool.port + 1)]
+        urls = [f"{url}/v1/completions" for url in pool.urls]
 
         def ask(number: int) -> int:
             body = {"model": QWEN, "prompt": "Hi", "max_tokens": 2}

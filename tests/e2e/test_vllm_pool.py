@@ -6,35 +6,20 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from support import RunningPool
+from vllm_support import ENV, MODELS_DIR, PYTHON, needs_vllm
 
 from services.local_sched.engine_vllm import child_environment
-from services.local_sched.vllm_env import smollm2_spec, vllm_python
-from shared.errors import FestinaError
+from services.local_sched.vllm_env import MODEL_NAME as MODEL
 
-ROOT = Path(__file__).parents[2]
-ENV = Path(os.environ.get("FESTINA_VLLM_ENV", ROOT / ".venv-vllm"))
-MODELS_DIR = Path(os.environ.get("FESTINA_VLLM_MODELS", ROOT / ".festina" / "models"))
-PYTHON = vllm_python(ENV)
-MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 LONG = [{"role": "user", "content": "Write a long story about a river."}]
-try:
-    SPEC = smollm2_spec(MODELS_DIR)
-except FestinaError:
-    SPEC = None
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        PYTHON is None or SPEC is None, reason="no vLLM environment or model: run `make setup-vllm`"
-    ),
-]
+pytestmark = needs_vllm
 
 OFFLINE = """
 import json, sys

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
+from vllm_support import MODEL, MODELS_DIR, PYTHON, ROOT, children, cpu_s, needs_vllm
 
-from services.local_sched.engine_vllm import HOST_MODULE, VllmEngines, child_environment
-from services.local_sched.vllm_env import MODEL_NAME, smollm2_spec, vllm_python
+from services.local_sched.engine_vllm import VllmEngines, child_environment
+from services.local_sched.vllm_env import MODEL_NAME
 from shared.engine import (
     ClockApplied,
     EngineEnded,
@@ -30,26 +31,10 @@ from shared.engine import (
     StopRequest,
     UnloadEngine,
 )
-from shared.errors import FestinaError
 from shared.events import Event
-from shared.model import ModelSpec, Objectives, Plan, Request
+from shared.model import Objectives, Plan, Request
 
-ROOT = Path(__file__).parents[2]
-PYTHON = vllm_python(Path(os.environ.get("FESTINA_VLLM_ENV", ROOT / ".venv-vllm")))
-MODELS_DIR = Path(os.environ.get("FESTINA_VLLM_MODELS", ROOT / ".festina" / "models"))
-
-try:
-    MODEL: ModelSpec | None = smollm2_spec(MODELS_DIR)
-except FestinaError:
-    MODEL = None
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        PYTHON is None or MODEL is None, reason="no vLLM environment or model: run `make setup-vllm`"
-    ),
-]
+pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 
 OFFLINE = """
 import json, sys
@@ -165,24 +150,6 @@ def expected(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> list[int
     tokens = json.loads(line.removeprefix("TOKENS "))
     assert len(tokens) > 20
     return list(tokens)
-
-
-def children(parent: int) -> list[int]:
-    """Process ids of the engine processes below a process."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if ppid == parent and HOST_MODULE in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def test_generates_what_vllm_generates(bench: Bench, expected: list[int]) -> None:

@@ -1,10 +1,10 @@
 """The profiler on the real vLLM engine on this machine's CPU, with a short grid."""
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
+from vllm_support import MODEL, PYTHON, needs_vllm
 
 from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.profile import Bench, run_sweeps
@@ -12,29 +12,12 @@ from services.local_sched.profile_grid import Grid, Point
 from services.local_sched.profile_journal import Heading, Journal
 from services.local_sched.profile_lab import EngineLab
 from services.local_sched.profile_stats import Effort, samples_of
-from services.local_sched.vllm_env import smollm2_spec, vllm_python
 from shared.devices import device_for
-from shared.errors import FestinaError
 from shared.lut import from_samples, pack, unpack
 from shared.lut_table import Provenance
-from shared.model import ModelSpec
 from shared.shelf import Shelf
 
-ROOT = Path(__file__).parents[2]
-PYTHON = vllm_python(Path(os.environ.get("FESTINA_VLLM_ENV", ROOT / ".venv-vllm")))
-MODELS_DIR = Path(os.environ.get("FESTINA_VLLM_MODELS", ROOT / ".festina" / "models"))
-
-try:
-    MODEL: ModelSpec | None = smollm2_spec(MODELS_DIR)
-except FestinaError:
-    MODEL = None
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        PYTHON is None or MODEL is None, reason="no vLLM environment or model: run `make setup-vllm`"
-    ),
-]
+pytestmark = needs_vllm
 
 GRID = Grid((0,), (100,), (16, 128, 512), (1, 4), (32, 256), pool_tokens=4 * (256 + 64))
 

@@ -42,9 +42,9 @@ def pool(
         "FESTINA_TRACING": "1",
         "FESTINA_OTLP_ENDPOINT": traces.url,
     }
-    replicas = ("--gateways", str(GATEWAYS), "--schedulers", "3", "--consolidators", "2", "--hosts", "2")
+    replicas = ("--schedulers", "3", "--consolidators", "2", "--hosts", "2")
     flags = ("--emulated", "--gpus", "4", "--models", str(len(MODELS)), *replicas)
-    made = RunningPool(tmp_path_factory.mktemp("chaos"), *flags, env=env)
+    made = RunningPool(tmp_path_factory.mktemp("chaos"), *flags, gateways=GATEWAYS, env=env)
     try:
         made.wait_for_models(*MODELS)
         yield made
@@ -54,7 +54,7 @@ def pool(
 
 @pytest.fixture(scope="session")
 def urls(pool: RunningPool) -> list[str]:
-    return [f"http://127.0.0.1:{pool.port + number}" for number in range(GATEWAYS)]
+    return pool.urls
 
 
 @pytest_asyncio.fixture

@@ -121,7 +121,7 @@ def test_an_order_to_scale_out_that_the_dead_leader_heard_is_carried_out_by_the_
     cluster = Cluster("xy")
     cluster.run(5_000)
     for replica in cluster.replicas.values():
-        replica.core._park(next(i for i in replica.core.placement.instances if i.model == "c"))
+        replica.core._upkeep._park(next(i for i in replica.core.placement.instances if i.model == "c"))
     cluster.run(1_000)
     assert "c" not in {i.model for i in cluster.stored.instances}
     cluster._tell(ev.ScaleOut(model="c", scheduler="s", reason="no_instance"))

@@ -13,10 +13,10 @@ from services.gateway.core import (
     GatewayCore,
     RemoveModel,
 )
-from services.gateway.inflight import resumable
 from services.gateway.settings import GatewaySettings
 from shared import events as ev
 from shared.model import GpuSummary, ModelSpec, Objectives, Placement, Request, RequestEnd
+from shared.resumable import resumable
 from shared.subjects import model_key
 
 GREEDY = {"temperature": 0.0}

@@ -91,11 +91,21 @@ def test_a_move_goes_through_every_step_and_the_destination_commits_first() -> N
         "",
     )
     assert span.attributes == {
+        "festina.request_id": "r1",
         "festina.source": "src",
         "festina.destination": "dst",
+        "festina.mode": "waiting",
         "festina.bytes": 0,
+        "festina.kv_tokens": 0,
+        "festina.freeze_ms": 0.0,
         "festina.stage": "commit",
     }
+    steps = [action for action in actions if isinstance(action, ev.Span)][1:]
+    assert [step.name for step in steps] == [
+        f"migrate.{n}" for n in ("release", "reserve", "adopt", "commit")
+    ]
+    assert [(step.start_ms, step.end_ms) for step in steps] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert all(step.traceparent.split("-")[2] == span.span_id for step in steps)
     assert ev.Count(name="moves_ended", labels={"outcome": "committed", "stage": "commit"}) in actions
     assert migrator.wake_ms is None
 
@@ -112,7 +122,7 @@ def test_silence_at_any_step_aborts_both_sides(stage: str) -> None:
     aborts = [(to, m.move_id) for to, m in sent(actions) if isinstance(m, ev.AbortMove)]
     assert aborts == [("dst", "mv"), ("src", "mv")]
     assert ended(actions) == [("mv", "r1", "aborted")]
-    spans = [action for action in actions if isinstance(action, ev.Span)]
+    spans = [action for action in actions if isinstance(action, ev.Span) and action.name == "migrate"]
     assert [span.error for span in spans] == ([] if stage == "release" else [f"no answer to {stage}"])
 
 

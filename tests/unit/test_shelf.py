@@ -95,5 +95,5 @@ def test_the_global_scheduler_uses_it() -> None:
     assert count == ev.Count(
         name="luts_read", labels={"model": QWEN.name, "gpu_type": "h100-80gb", "why": ""}
     )
-    lut = core._lut("h100-80gb", QWEN.name)
+    lut = core._fleet.lut("h100-80gb", QWEN.name)
     assert lut is not None and lut.ttft_ms(1005, 100, 512) == pytest.approx(42.0)

@@ -1,0 +1,156 @@
+"""Two models in real vLLM on one CPU, fp32, greedy: both obey their plans, and one scheduler serves both.
+
+One is SmolLM2, its weights widened to fp32; the other is a small Llama with random weights. In fp32 an answer
+does not hang on how its prompt was cut into chunks, or with whom a step was shared: tokens must be identical.
+"""
+
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+from tiny_llama import make_tiny_llama
+from vllm_pair import TBT_MS, Pair, prompt_of, request
+from vllm_support import MODEL, children, cpu_s, needs_vllm
+
+from shared import engine as en
+from shared import events as ev
+
+pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
+
+SMOL, TINY = "smol-fp32", "tiny-fp32"
+POOL_TOKENS = 2_240  # vLLM wants room for one whole context of 2,048
+MOST_TOKENS = 40
+FILLER = "The quick brown fox jumps over the lazy dog beside the old mill. "
+TOPICS = tuple(FILLER * 3 + topic for topic in ("A river.", "Three colours.", "How bread is baked."))
+SPREE = random.Random(7)  # holds and clients of the tests below, the same each time
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    assert MODEL is not None
+    folder = tmp_path_factory.mktemp("two")
+    widened = msgspec.structs.replace(
+        MODEL,
+        name=SMOL,
+        weight_bytes=4 * MODEL.params,
+        kv_bytes_per_token=2 * MODEL.kv_bytes_per_token,
+    )
+    models = {SMOL: widened, TINY: make_tiny_llama(folder / "tiny", TINY, like=MODEL)}
+    made = Pair(models, folder / "run")
+    await made.engines.start()
+    for model in models.values():
+        pool_bytes = POOL_TOKENS * model.kv_bytes_per_token
+        made.perform(en.LoadEngine(model=model, kv_pool_bytes=pool_bytes))
+    await made.until(lambda: made.ready.keys() == models.keys(), within_s=240)
+    for name, model in models.items():  # the pool holds as many fp32 tokens as the specification says
+        assert 0 <= POOL_TOKENS - made.ready[name].kv_pool_bytes / model.kv_bytes_per_token < 3 * 32
+    yield made
+    await made.engines.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(pair: Pair) -> dict[tuple[str, str], list[int]]:
+    """What each model answers to each topic when nothing disturbs it."""
+    for name in pair.models:
+        for topic in TOPICS:
+            request_id = f"alone {name} {topic}"
+            pair.run(request_id, name, prompt_of(topic), MOST_TOKENS)
+            await pair.until_ended(request_id)
+    found = {(name, topic): pair.tokens[f"alone {name} {topic}"] for name in pair.models for topic in TOPICS}
+    assert all(len(tokens) == MOST_TOKENS for tokens in found.values())
+    assert len({tuple(tokens) for tokens in found.values()}) == len(found)
+    return found
+
+
+async def test_held_and_let_go_at_random_both_engines_obey_and_answer_the_same(
+    pair: Pair, expected: dict[tuple[str, str], list[int]]
+) -> None:
+    asked = {(name, topic): f"spree {name} {topic}" for name, topic in expected}
+    for plan_id, name in enumerate(pair.models, start=1):
+        pair.plan(name, plan_id, frozenset(asked.values()), chunk=3)
+    for (name, topic), request_id in asked.items():
+        pair.run(request_id, name, prompt_of(topic), MOST_TOKENS)
+    plan_id = 2
+    while not pair.ended.keys() >= set(asked.values()):
+        for name in pair.models:
+            plan_id += 1
+            left = [i for i in asked.values() if i.split()[1] == name and i not in pair.ended]
+            held = frozenset(i for i in left if SPREE.random() < 0.5)
+            pair.plan(name, plan_id, held, chunk=SPREE.choice((1, 3, 8, 64)))
+        await pair.pause(SPREE.uniform(0.0, 0.4))
+    assert {key: pair.tokens[request_id] for key, request_id in asked.items()} == expected
+    assert plan_id > 10 and pair.shortages == 0
+
+
+async def test_with_everything_held_both_engines_sleep(pair: Pair) -> None:
+    asked = [(name, f"asleep {name} {number}") for name in pair.models for number in range(3)]
+    for name in pair.models:
+        pair.plan(name, 1_000)
+    for name, request_id in asked:
+        pair.run(request_id, name, prompt_of(TOPICS[0]), 500)
+    await pair.until(lambda: all(pair.tokens.get(request_id) for _, request_id in asked))
+    for name in pair.models:
+        pair.plan(name, 1_001, frozenset(request_id for _, request_id in asked))
+    await pair.pause(1.0)  # the steps under way end
+    processes, steps = children(os.getpid()), dict(pair.steps)
+    before_s = [cpu_s(pid) for pid in processes]
+    await pair.pause(2.0)
+    used_s = [cpu_s(pid) - before for pid, before in zip(processes, before_s, strict=True)]
+    assert len(processes) == 2 and max(used_s) <= 0.06, used_s
+    assert pair.steps == steps
+    for name, request_id in asked:
+        pair.perform(en.StopRequest(model=name, request_id=request_id))
+
+
+async def test_a_long_prefill_of_one_model_does_not_stall_the_others_decode(pair: Pair) -> None:
+    """Either way round: the prompt of one is computed while the other goes on within its TBT target."""
+    pair.govern()
+    long_prompt = prompt_of(FILLER * 150)
+    for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 1_000), (SMOL, TINY, 2_000)):
+        flow, long = f"flow {decoding}", f"long {prefilling}"
+        pair.submit(request(flow, decoding, prompt_of(TOPICS[0]), 600), 600, seq=1)
+        await pair.until(lambda flow=flow: len(pair.tokens.get(flow, ())) > 20)
+        alone_ms = _mean_tbt_ms(pair.token_s[flow], 0.0, time.monotonic())
+        started_s = time.monotonic()
+        pair.submit(request(long, prefilling, long_prompt[:prompt_tokens], 2), 2, seq=2)
+        await pair.until(lambda long=long: bool(pair.tokens.get(long)))
+        ended_s = pair.token_s[long][0]
+        pair.feed(ev.Abort(request_id=flow, attempt=1, reason="seen enough"))
+        await pair.until_ended(long)
+        beside_ms = _mean_tbt_ms([started_s, *pair.token_s[flow], ended_s], started_s, ended_s)
+        took_ms = (ended_s - started_s) * 1000
+        print(f"{decoding}: {alone_ms:.0f} ms a token, {beside_ms:.0f} beside {prefilling}'s {took_ms:.0f}")
+        assert took_ms > 2 * alone_ms  # else there was nothing to be stalled by
+        assert beside_ms <= max(TBT_MS, 3 * alone_ms)  # the latter where this CPU cannot hold the target
+    pair.leave()
+
+
+def _mean_tbt_ms(times_s: list[float], since_s: float, until_s: float) -> float:
+    """Mean time between tokens in a stretch of time."""
+    inside = [at_s for at_s in times_s if since_s <= at_s <= until_s]
+    return (inside[-1] - inside[0]) * 1000 / (len(inside) - 1)
+
+
+async def test_a_scheduler_that_is_short_of_memory_never_makes_vllm_preempt(
+    pair: Pair, expected: dict[tuple[str, str], list[int]]
+) -> None:
+    """More requests than fit in the small one, most longer than predicted: they wait, or leave and return."""
+    pair.govern()
+    asked = {}
+    for name, clients in ((SMOL, 8), (TINY, 60)):
+        for number in range(clients):
+            topic = TOPICS[number % len(TOPICS)]
+            request_id = f"tight {name} {number}"
+            asked[request_id] = expected[name, topic]
+            predicted = SPREE.choice((1, 5, MOST_TOKENS))
+            pair.submit(request(request_id, name, prompt_of(topic), MOST_TOKENS), predicted, seq=10 + number)
+    await pair.until_ended(*asked)
+    print(f"{pair.evictions} evictions, {pair.shortages} steps without memory")
+    assert pair.evictions > 0
+    assert {request_id: pair.tokens[request_id] for request_id in asked} == asked
+    assert all(not pool.holders for pool in pair.core.state.ledger.pools.values())
+    pair.leave()

@@ -1,0 +1,52 @@
+"""What the tests of the real vLLM engine share: its environment and model, and a look at its processes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.local_sched.engine_vllm import HOST_MODULE
+from services.local_sched.vllm_env import smollm2_spec, vllm_python
+from shared.errors import FestinaError
+from shared.model import ModelSpec
+
+ROOT = Path(__file__).parents[1]
+ENV = Path(os.environ.get("FESTINA_VLLM_ENV", ROOT / ".venv-vllm"))
+MODELS_DIR = Path(os.environ.get("FESTINA_VLLM_MODELS", ROOT / ".festina" / "models"))
+PYTHON = vllm_python(ENV)
+
+
+def _model() -> ModelSpec | None:
+    try:
+        return smollm2_spec(MODELS_DIR)
+    except FestinaError:
+        return None
+
+
+MODEL = _model()
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        PYTHON is None or MODEL is None, reason="no vLLM environment or model: run `make setup-vllm`"
+    ),
+]
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the engine processes below a process."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and HOST_MODULE in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

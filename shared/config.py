@@ -28,8 +28,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
         nats_ca_file: certificate authority of the bus, when it is not a public one.
         redis_url: address of the store, with user and password if it has them; ``rediss://`` is TLS.
         redis_ca_file: certificate authority of the store.
-        tracing: export spans to `otlp_endpoint`.
-        otlp_endpoint: base address of an OTLP/HTTP receiver, such as Jaeger's.
+        tracing: export spans to `otlp_endpoint` and to `trace_dir`.
+        otlp_endpoint: base address of an OTLP/HTTP receiver, such as Jaeger's; empty: none.
+        trace_dir: folder for the latest spans, which `festina explain` reads; empty: none.
+        trace_mb: megabytes there that each service keeps at most.
         metrics_host, metrics_port: where this service shows its Prometheus metrics; port -1 shows none.
         log_level: ``DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``.
         drain_s: how long a service that is told to stop may take to end its work.
@@ -46,6 +48,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     redis_ca_file: str = ""
     tracing: bool = True
     otlp_endpoint: str = "http://127.0.0.1:4318"
+    trace_dir: str = ""
+    trace_mb: int = 16
     metrics_host: str = "127.0.0.1"
     metrics_port: int = -1
     log_level: str = "INFO"

@@ -113,10 +113,15 @@ class TokenDelta(Struct, array_like=True):
 
 
 class Tokens(Message):
-    """What one engine step made for one gateway's requests: one message per step and gateway."""
+    """What one engine step made for one gateway's requests: one message per step and gateway.
+
+    Where it tells of several steps, `ages_ms` says how long ago each was done, the first of them first; the
+    tokens of a delta are those of the last steps.
+    """
 
     gpu: str
     deltas: tuple[TokenDelta, ...]
+    ages_ms: tuple[float, ...] = ()
 
 
 class AckedThrough(Struct, array_like=True):
@@ -255,9 +260,11 @@ class LutStored(Message):
 
 
 class Move(Message):
-    """Consolidator wants a waiting request moved from one GPU to another (3.5, F).
+    """Consolidator wants a request moved from one GPU to another, whether it waits or runs (3.5, F).
 
-    `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out.
+    `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out; ``**``
+    the waiting ones first, and then those that run and whose move pays. `destination_host` is empty where
+    both GPUs are on the migrator's own host.
     """
 
     move_id: str
@@ -265,52 +272,133 @@ class Move(Message):
     model: str
     source: str
     destination: str
+    destination_host: str = ""
+
+
+class Prepare(Message):
+    """Migrator asks the source whether the move of a running request pays, and what should travel.
+
+    `request_id` ``*`` means the running request of `model` whose move pays most. KV would travel at
+    `bandwidth_bytes_s`; 0: it cannot.
+    """
+
+    move_id: str
+    request_id: str
+    migrator: str
+    model: str
+    bandwidth_bytes_s: float = 0.0
+
+
+class Prepared(Message):
+    """The source's answer: how the request had better move; `reason` says why it stays.
+
+    `mode` is ``stay``, ``tokens`` (its context is computed again) or ``kv``. The request has KV of
+    `context_tokens` tokens, `kv_bytes` in blocks of `block_tokens`. Of its stage, its engine needs
+    `block_stage_bytes` for each block; 0 where it only pretends to copy.
+    """
+
+    move_id: str
+    request_id: str
+    mode: str
+    context_tokens: int = 0
+    kv_bytes: int = 0
+    block_tokens: int = 1
+    block_stage_bytes: int = 0
+    traceparent: str = ""
+    reason: str = ""
 
 
 class Reserve(Message):
-    """Migrator asks the destination to keep memory for a request that may come."""
+    """Migrator asks the destination to keep memory for a request that may come; again with more tokens: more.
+
+    `partial`: it may grant less than that, even nothing yet, and more as memory frees, without being asked.
+    """
 
     move_id: str
     request_id: str
     model: str
     migrator: str
     context_tokens: int
+    partial: bool = False
 
 
 class Granted(Message):
-    """The destination has reserved `credit_bytes`; 0 means it will not, and `reason` says why."""
+    """The destination has reserved `credit_bytes` in all; 0 with a `reason` means it will not."""
 
     move_id: str
     credit_bytes: int
     reason: str = ""
 
 
+class StageKv(Message):
+    """Migrator asks the source to copy KV blocks of a prepared request into its stage; the request goes on.
+
+    `blocks` is as many as there is credit for; only full ones are copied.
+    """
+
+    move_id: str
+    request_id: str
+    first_block: int
+    blocks: int
+    stage: str
+
+
+class KvStaged(Message):
+    """What a `StageKv`, or the freeze, has copied: `blocks` from `first_block` on, of `total_blocks`.
+
+    `reason` says why the move cannot go on.
+    """
+
+    move_id: str
+    first_block: int = 0
+    blocks: int = 0
+    total_blocks: int = 0
+    n_bytes: int = 0
+    checksum: int = 0
+    took_ms: float = 0.0
+    reason: str = ""
+
+
 class Release(Message):
     """Migrator asks the source to hold a waiting request still and hand out its state.
 
-    `request_id` ``*`` means any waiting request of `model` that is not held already.
+    `request_id` ``*`` means any waiting request of `model` that is not held already. With `freeze` it is a
+    prepared request that runs: it is held in its engine, which keeps its KV, and what is not in the stage
+    yet, at most `blocks` from `first_block` on, is copied there; without a `stage`, nothing is.
     """
 
     move_id: str
     request_id: str
     migrator: str
     model: str = ""
+    freeze: bool = False
+    first_block: int = 0
+    blocks: int = 0
+    stage: str = ""
 
 
 class Released(Message):
     """The source's answer; `request` is None if it has started, ended or is not there.
 
-    `energy_j` is what it has taken so far; None without a meter.
+    `running`: it runs, and could be prepared. `energy_j` is what it has taken so far; None without a meter.
+    The stage of a frozen request covers the first `kv_tokens` tokens of its context; `staged` is what was
+    copied last.
     """
 
     move_id: str
     request: Request | None
     predicted_output_tokens: int = 0
     energy_j: float | None = 0.0
+    running: bool = False
+    kv_tokens: int = 0
+    staged: KvStaged | None = None
 
 
 class Adopt(Message):
-    """Migrator gives the destination the state of a request of GPU `source`, to be held until commit."""
+    """Migrator gives the destination the state of a request of GPU `source`, to be held until commit.
+
+    The KV of the first `kv_tokens` tokens of its context is in `stage`; 0: it is to be computed again.
+    """
 
     move_id: str
     request: Request
@@ -318,6 +406,8 @@ class Adopt(Message):
     migrator: str
     source: str = ""
     energy_j: float | None = 0.0
+    stage: str = ""
+    kv_tokens: int = 0
 
 
 class Adopted(Message):
@@ -334,6 +424,15 @@ class CommitMove(Message):
     """
 
     move_id: str
+
+
+class KvLoaded(Message):
+    """The destination needs the stage of a move no more: `tokens` were taken from it, or none for `reason`."""
+
+    move_id: str
+    tokens: int = 0
+    took_ms: float = 0.0
+    reason: str = ""
 
 
 class AbortMove(Message):
@@ -423,7 +522,12 @@ class Delete(Action):
 
 
 class Span(Action):
-    """A finished span of a traced request, below the trace context `traceparent`."""
+    """A finished span of a traced request, below the trace context `traceparent`.
+
+    Attributes may be tuples of structs, too: the thread that exports them makes JSON of them. A decision is
+    told by ``festina.decision.phase`` and ``.reason``; ``.candidates`` is what it chose from, and ``.chosen``
+    the index there of what it took. `span_id` (16 hexadecimal digits) is set where other spans are below it.
+    """
 
     name: str
     traceparent: str
@@ -431,6 +535,7 @@ class Span(Action):
     end_ms: float
     attributes: dict[str, Any] = {}
     error: str = ""
+    span_id: str = ""
 
 
 class Count(Action):

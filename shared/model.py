@@ -145,7 +145,8 @@ class Request(Struct):
 class RequestEnd(Struct):
     """How a request ended on its GPU, with what it took (``energy_j`` None: no meter; the reason says so).
 
-    ``finish_reason`` is ``stop``, ``length``, or ``error`` (then `error` says why).
+    ``finish_reason`` is ``stop``, ``length``, or ``error`` (then `error` says why). ``dispatch`` is the rule by
+    which its GPU was chosen, as in `Submit.reason`; empty where it came by a move.
     """
 
     finish_reason: str
@@ -157,6 +158,7 @@ class RequestEnd(Struct):
     energy_source: str = ""
     sm_clock_mhz: int = 0
     sm_share_pct: int = 0
+    dispatch: str = ""
 
 
 class StairStep(Struct):
@@ -239,6 +241,13 @@ class GpuSummary(Struct):
     power_w: float | None = None
     energy_j: float | None = None
     kv_pool_bytes: int = 0
+
+
+class HostAddress(Struct):
+    """Where the migrator of a GPU host takes in KV from others (``host:port``)."""
+
+    host: str
+    address: str
 
 
 class Instance(Struct):

@@ -53,7 +53,7 @@ ROUTES: dict[type[ev.Message], Route] = {
     ev.Ack: Route("festina.v1.cmd.gpu.{id}.ack", GATEWAY, {LOCAL: OWN}),
     ev.Abort: Route("festina.v1.cmd.gpu.{id}.abort", GATEWAY, {LOCAL: OWN}),
     ev.GatewayAlive: Route("festina.v1.evt.gateway.{id}.alive", GATEWAY, {LOCAL: ALL, GATEWAY: ALL}),
-    ev.RequestEnded: Route("festina.v1.evt.model.{id}.served", GATEWAY, {GLOBAL: ALL}),
+    ev.RequestEnded: Route("festina.v1.evt.model.{id}.served", GATEWAY, {GLOBAL: ALL, CONSOLIDATOR: ALL}),
     # GPUs, models, placement; {id} is what the message is about
     ev.SummaryChanged: Route(
         "festina.v1.evt.gpu.{id}.changed", LOCAL, {GATEWAY: ALL, GLOBAL: ALL, CONSOLIDATOR: ALL}
@@ -78,9 +78,16 @@ ROUTES: dict[type[ev.Message], Route] = {
         GATEWAY,
         {GATEWAY: ALL, GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL},
     ),
-    ev.LutStored: Route("festina.v1.evt.lut.{id}.stored", COMMAND_LINE, {GLOBAL: ALL, LOCAL: ALL}),
+    ev.LutStored: Route(
+        "festina.v1.evt.lut.{id}.stored", COMMAND_LINE, {GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL}
+    ),
     # moves; {id} is the reader's own id: a host for a migrator, a GPU for a local scheduler
     ev.Move: Route("festina.v1.cmd.migrator.{id}.move", CONSOLIDATOR, {MIGRATOR: OWN}),
+    ev.Prepare: Route("festina.v1.cmd.gpu.{id}.prepare", MIGRATOR, {LOCAL: OWN}),
+    ev.Prepared: Route("festina.v1.evt.migrator.{id}.prepared", LOCAL, {MIGRATOR: OWN}),
+    ev.StageKv: Route("festina.v1.cmd.gpu.{id}.stage_kv", MIGRATOR, {LOCAL: OWN}),
+    ev.KvStaged: Route("festina.v1.evt.migrator.{id}.kv_staged", LOCAL, {MIGRATOR: OWN}),
+    ev.KvLoaded: Route("festina.v1.evt.migrator.{id}.kv_loaded", LOCAL, {MIGRATOR: OWN}),
     ev.Reserve: Route("festina.v1.cmd.gpu.{id}.reserve", MIGRATOR, {LOCAL: OWN}),
     ev.Granted: Route("festina.v1.evt.migrator.{id}.granted", LOCAL, {MIGRATOR: OWN}),
     ev.Release: Route("festina.v1.cmd.gpu.{id}.release", MIGRATOR, {LOCAL: OWN}),
@@ -117,6 +124,7 @@ def subscriptions(service: str, own_id: str) -> list[tuple[str, str, type[ev.Mes
 PLACEMENT_KEY = "festina:v1:placement"  # Placement; consolidator
 MODEL_KEYS = "festina:v1:model:"  # + slug: ModelSpec; gateway (admin)
 GPU_KEYS = "festina:v1:gpu:"  # + slug: GpuSummary, expires after 3 heartbeats; local_sched
+HOST_KEYS = "festina:v1:host:"  # + slug: HostAddress, expires after 3 heartbeats; its migrator
 LEARNT_KEYS = "festina:v1:learnt:"  # + scheduler slug: + model slug: Learnt; global_sched, each its own
 LUT_KEYS = "festina:v1:lut:"  # + GPU type: + model slug: a packed look-up table; command line
 API_KEYS = "festina:v1:api_key:"  # + SHA-256 of the key in hex: tenant name; command line
@@ -143,6 +151,11 @@ def lut_key(gpu_type: str, model: str) -> str:
 def gpu_key(gpu: str) -> str:
     """Key of a GPU's summary."""
     return GPU_KEYS + slug(gpu)
+
+
+def host_key(host: str) -> str:
+    """Key of where a host's migrator listens."""
+    return HOST_KEYS + slug(host)
 
 
 def tenant_key(name: str) -> str:

@@ -173,6 +173,8 @@ def _start(
     body = asked.body
     span.set_attribute("festina.model", asked.model.name)
     span.set_attribute("festina.tenant", asked.tenant.name)
+    span.set_attribute("festina.ttft_objective_ms", asked.objectives.ttft_ms)
+    span.set_attribute("festina.tbt_objective_ms", asked.objectives.tbt_ms)
     ids = [call_id] if body.choices == 1 else [f"{call_id}-{i}" for i in range(body.choices)]
     works = [
         Work(

@@ -24,7 +24,7 @@ from services.gateway.events import (
     RemoveModel,
     SetTenant,
 )
-from services.gateway.inflight import Owned, note_energy, resumable, with_earlier
+from services.gateway.inflight import Owned, note_energy, with_earlier
 from services.gateway.liveness import Liveness
 from services.gateway.registry import Registry
 from services.gateway.settings import GatewaySettings
@@ -33,6 +33,7 @@ from shared import slo
 from shared.errors import InvalidRequest
 from shared.model import Request, RequestEnd
 from shared.overload import NEWCOMERS_PART, DrainRate, has_room
+from shared.resumable import resumable
 from shared.subjects import model_key, tenant_key
 
 __all__ = [
@@ -79,6 +80,7 @@ class GatewayCore:
         self._stops: deque[tuple[float, str]] = deque()  # (due, request) of those that wait for a report
         self._order = count()
         self._now_ms = 0.0
+        self._ages_ms: tuple[float, ...] = ()  # of the tokens that are being taken
         self._actions: list[ev.Action] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrived,
@@ -226,6 +228,7 @@ class GatewayCore:
 
     def _tokens(self, event: ev.Tokens) -> None:
         self._liveness.hear(event.gpu, self._now_ms)
+        self._ages_ms = event.ages_ms
         for delta in event.deltas:
             owned = self._inflight.get(delta.request_id)
             if owned is None or delta.attempt != owned.attempt:
@@ -451,7 +454,8 @@ class GatewayCore:
     def _deliver(self, owned: Owned, fresh: tuple[int, ...], end: RequestEnd | None) -> None:
         ttft_ms, mean_tbt_ms = self._times(owned)
         request_id = owned.request.request_id
-        self._do(Deliver(request_id, fresh, end, owned.gpu, owned.attempt, ttft_ms, mean_tbt_ms))
+        ages_ms = self._ages_ms if fresh else ()
+        self._do(Deliver(request_id, fresh, end, owned.gpu, owned.attempt, ttft_ms, mean_tbt_ms, ages_ms))
 
     def _times(self, owned: Owned) -> tuple[float, float]:
         """Return time to first token and mean time between tokens so far, in ms."""

@@ -61,6 +61,7 @@ class Deliver(Action):
     """The next output tokens for the client, in order and without gaps; `end` with the last.
 
     `ttft_ms` counts from the request's arrival, `mean_tbt_ms` is the mean gap after the first token so far.
+    `ages_ms`: how long ago the GPU made each, the last of them last; empty: now.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Deliver(Action):
     attempt: int
     ttft_ms: float
     mean_tbt_ms: float
+    ages_ms: tuple[float, ...] = ()
 
 
 class Fail(Action):

@@ -1,7 +1,6 @@
-"""One request in flight, and whether another attempt can go on exactly where the last one ended."""
+"""One request in flight, and what its attempts have taken."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -59,22 +58,3 @@ def with_earlier(owned: Owned, end: RequestEnd) -> RequestEnd:
     sources = [end.energy_source] if end.energy_source else []
     sources += [f"not counted: what {gpu} never reported" for gpu in dict.fromkeys(owned.unreported)]
     return replace(end, energy_j=sum(known) if known else None, energy_source="; ".join(sources))
-
-
-def resumable(sampling: dict[str, Any], emulated: bool) -> bool:
-    """Say whether generation goes on exactly as it would have, given only the tokens so far.
-
-    Greedy sampling does; a random state or anything counted over the output does not. Emulated engines make
-    token i from the request alone.
-    """
-    if emulated:
-        return True
-    neutral = (
-        ("temperature", 1.0, 0.0),  # (parameter, default, value that leaves no state behind)
-        ("presence_penalty", 0.0, 0.0),
-        ("frequency_penalty", 0.0, 0.0),
-        ("repetition_penalty", 1.0, 1.0),
-        ("min_tokens", 0, 0),
-    )
-    stateless = all(sampling.get(name, default) == value for name, default, value in neutral)
-    return stateless and "logits_processors" not in sampling

@@ -18,6 +18,7 @@ from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared.config import Common, load
 from shared.errors import Unavailable
+from shared.metrics import Metrics
 from shared.model import Tenant
 from shared.runtime import Shell, run_service, wait_for_stop
 from shared.subjects import API_KEYS, GATEWAY, TENANT_KEYS
@@ -54,7 +55,7 @@ async def serve(common: Common, settings: GatewaySettings, stop: asyncio.Event) 
     try:
         await _refresh(shell, gateway)
         await shell.start(core, {Deliver: gateway.route, Fail: gateway.route})
-        server = _Server(_http_config(create_app(gateway), shell, settings))
+        server = _Server(_http_config(create_app(gateway), shell, gateway, settings))
         background = [asyncio.create_task(_keep_fresh(shell, gateway)), asyncio.create_task(server.serve())]
         well = await wait_for_stop(shell, stop)
         gateway.draining = True
@@ -68,10 +69,11 @@ async def serve(common: Common, settings: GatewaySettings, stop: asyncio.Event) 
         await shell.close()
 
 
-def _http_config(app: FastAPI, shell: Shell, settings: GatewaySettings) -> uvicorn.Config:
+def _http_config(app: FastAPI, shell: Shell, gateway: Gateway, settings: GatewaySettings) -> uvicorn.Config:
     @app.get("/metrics", tags=["health"])
     async def metrics() -> Response:
         """Show this gateway's Prometheus metrics."""
+        _show_load(shell.metrics, gateway)
         return Response(shell.metrics.page(), media_type="text/plain; version=0.0.4")
 
     return uvicorn.Config(
@@ -99,7 +101,16 @@ async def _refresh(shell: Shell, gateway: Gateway) -> None:
     gateway.keys.set_stored(await shell.store.read_texts(API_KEYS))
     gateway.tenants.set_stored(await shell.store.read_all(TENANT_KEYS, Tenant))
     await gateway.quota.renew()
-    shell.metrics.show("gateway_limits_shared", {}, 0.0 if gateway.quota.alone else 1.0)
+    _show_load(shell.metrics, gateway)
+
+
+def _show_load(metrics: Metrics, gateway: Gateway) -> None:
+    """Show what is in progress: all of it is 0 when no client waits for anything."""
+    metrics.show("gateway_inflight_requests", {}, gateway.inflight)
+    metrics.show("gateway_open_inboxes", {}, gateway.listening)
+    metrics.show("gateway_limit_places", {}, gateway.quota.places)
+    metrics.show("gateway_limit_corrections", {}, gateway.quota.corrections)
+    metrics.show("gateway_limits_shared", {}, 0.0 if gateway.quota.alone else 1.0)
 
 
 async def _drain(gateway: Gateway, within_s: float) -> None:

@@ -192,6 +192,16 @@ class Quota:
         """Whether the store is away, and this gateway decides by its part of the limits."""
         return time.monotonic() < self._alone_until_s
 
+    @property
+    def places(self) -> int:
+        """Calls in progress here of tenants that have limits."""
+        return sum(meter.held for meter in self._meters.values())
+
+    @property
+    def corrections(self) -> int:
+        """Seconds of the past minute whose counts the store has yet to be told of."""
+        return sum(len(meter.owed.slots) for meter in self._meters.values())
+
     def refuse_early(self, tenant: Tenant) -> None:
         """Raise InvalidRequest (429) if it is known already that no request fits in the minute.
 

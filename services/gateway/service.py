@@ -85,6 +85,11 @@ class Gateway:
         """Requests without an end so far."""
         return self._core.inflight
 
+    @property
+    def listening(self) -> int:
+        """Requests whose client still waits for what comes of them."""
+        return len(self._inboxes)
+
     def new_id(self) -> str:
         """Return an id for a client call."""
         return uuid4().hex

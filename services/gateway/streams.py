@@ -99,6 +99,7 @@ class Call:
             "energy_source": "; ".join(dict.fromkeys(filter(None, sources))),
             "slo_met": all(slo.met(self.objectives, last.ttft_ms, last.mean_tbt_ms) for last in lasts),
             "queue_ms": max((end.queue_ms for end in ends), default=None),
+            "best_effort": any(end.dispatch == "best_effort" for end in ends),
         }
 
     def whole(self) -> bytes:

@@ -1,29 +1,83 @@
 """The migrator's shell: one per GPU host, named by it."""
 
 import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
+
+from services.migrator.actions import CloseStage, OpenStage, SendChunk
+from services.migrator.carrier import Carrier
 from services.migrator.core import MigratorCore
-from services.migrator.settings import MigratorSettings
+from services.migrator.link import Links
+from services.migrator.receiver import Receiver
+from services.migrator.settings import LinkSettings, MigratorSettings
+from services.migrator.stages import Stages
 from shared.config import Common, load
+from shared.errors import Unavailable
+from shared.model import HostAddress
 from shared.runtime import Shell, run_service, wait_for_stop
-from shared.subjects import MIGRATOR
+from shared.stage import StageSettings
+from shared.subjects import MIGRATOR, host_key
+
+HEARTBEAT_S = 5.0
 
 
-async def serve(common: Common, settings: MigratorSettings, stop: asyncio.Event) -> bool:
+async def serve(
+    common: Common,
+    settings: MigratorSettings,
+    link: LinkSettings,
+    where: StageSettings,
+    stop: asyncio.Event,
+) -> bool:
     """Run until told to stop; returns whether all went well."""
     shell = Shell(MIGRATOR, common.id, common)
-    await shell.open()
-    try:
-        await shell.start(MigratorCore(shell.ident, settings), {})
+    if not link.secret:
+        settings = msgspec.structs.replace(settings, network_bytes_s=0.0)
+    stages = Stages(shell.ident, where)
+    receiver, links = Receiver(stages, link), Links(shell.ident, stages.folder, link)
+    carrier = Carrier(stages, links, lambda host: _address(shell, host), shell.heard)
+    async with contextlib.AsyncExitStack() as after:
+        after.callback(stages.close)
+        after.push_async_callback(receiver.close)
+        after.push_async_callback(carrier.close)
+        after.push_async_callback(shell.close)
+        await receiver.start()
+        await shell.open()
+        performers: dict[type, Callable[[Any], None]]
+        performers = {OpenStage: carrier.open, SendChunk: carrier.send, CloseStage: carrier.free}
+        await shell.start(MigratorCore(shell.ident, settings), performers)
+        heart = asyncio.create_task(_beat(shell, stages, receiver.address))
+        after.callback(heart.cancel)
         return await wait_for_stop(shell, stop)
-    finally:
-        await shell.close()
+
+
+async def _beat(shell: Shell, stages: Stages, address: str) -> None:
+    """Tell others where KV is taken in, and show what the stages take."""
+    while True:
+        if address:
+            here = HostAddress(host=shell.ident, address=address)
+            shell.store.put(host_key(shell.ident), here, 3_000 * HEARTBEAT_S)
+        shell.metrics.show("stages", {}, len(stages.pool.stages))
+        shell.metrics.show("stage_bytes", {}, stages.pool.taken_bytes)
+        shell.metrics.show("stage_fragmentation", {}, stages.pool.fragmentation)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+async def _address(shell: Shell, host: str) -> str:
+    """Return where another host's migrator takes in KV; raises Unavailable if that is not known."""
+    found = await shell.store.read(host_key(host), HostAddress)
+    if found is None:
+        raise Unavailable(f"no migrator of {host} takes in KV: is FESTINA_LINK_SECRET set there?")
+    return found.address
 
 
 def main() -> None:
     """Entry point; the id (FESTINA_ID) is the host's name."""
     common, settings = load(Common), load(MigratorSettings, MIGRATOR)
-    run_service(common, lambda stop: serve(common, settings, stop))
+    link, where = load(LinkSettings, "link"), load(StageSettings, "stages")
+    run_service(common, lambda stop: serve(common, settings, link, where, stop))
 
 
 if __name__ == "__main__":

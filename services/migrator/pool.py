@@ -1,0 +1,85 @@
+"""What a host's stages may take of its memory: slabs, each of one KV shape, within a bound (3.5).
+
+Models differ in the bytes of a KV block by a factor of a hundred. So a slab is a whole number of blocks of
+one shape, near the size asked for, and a stage is a whole number of slabs: what is lost is the end of its
+last one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Held:
+    """A stage's slabs, of `slab_blocks` blocks of `block_bytes` each, and how many blocks it uses."""
+
+    block_bytes: int
+    slab_blocks: int
+    slabs: int = 0
+    blocks: int = 0
+
+    @property
+    def bytes_taken(self) -> int:
+        return self.slabs * self.slab_blocks * self.block_bytes
+
+
+class SlabPool:
+    """The books of a host's stages.
+
+    Args:
+        max_bytes: the bound.
+        slab_bytes: about how large a slab is; one block at least.
+    """
+
+    def __init__(self, max_bytes: int, slab_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._slab_bytes = slab_bytes
+        self._held: dict[str, _Held] = {}
+        self._taken_bytes = 0
+        self._used_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of all slabs in use."""
+        return self._taken_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that were asked for."""
+        return self._used_bytes
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the slabs in use that no block was asked for in, 0 to 1."""
+        return 1 - self._used_bytes / self._taken_bytes if self._taken_bytes else 0.0
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that have slabs, the oldest first."""
+        return tuple(self._held)
+
+    def blocks_of(self, name: str) -> int:
+        """Return how many blocks the slabs of a stage have room for; 0 if there is no such stage."""
+        held = self._held.get(name)
+        return held.slabs * held.slab_blocks if held else 0
+
+    def hold(self, name: str, block_bytes: int, blocks: int) -> str:
+        """Give a stage room for at least so many blocks in all; returns why not, empty if it has."""
+        held = self._held.get(name) or _Held(block_bytes, max(1, self._slab_bytes // block_bytes))
+        if held.block_bytes != block_bytes:
+            return f"stage {name} has blocks of {held.block_bytes} bytes, not of {block_bytes}"
+        slabs = max(held.slabs, -(-blocks // held.slab_blocks))
+        more_bytes = (slabs - held.slabs) * held.slab_blocks * block_bytes
+        if self._taken_bytes + more_bytes > self._max_bytes:
+            free_bytes = self._max_bytes - self._taken_bytes
+            return f"{free_bytes} of {self._max_bytes} bytes for stages are free, not {more_bytes}"
+        self._taken_bytes += more_bytes
+        self._used_bytes += max(0, blocks - held.blocks) * block_bytes
+        held.slabs, held.blocks = slabs, max(held.blocks, blocks)
+        self._held[name] = held
+        return ""
+
+    def free(self, name: str) -> None:
+        """Take a stage's slabs back; nothing if it has none."""
+        if held := self._held.pop(name, None):
+            self._taken_bytes -= held.bytes_taken
+            self._used_bytes -= held.blocks * held.block_bytes

@@ -38,7 +38,7 @@ test-compose: setup  ## build and start compose.yaml for real, where a Docker en
 sim-soak: setup  ## play thousands of random scenarios with faults in the simulator (SEEDS=0:2000)
 	$(BIN)/python -m sim.soak --seeds $(or $(SEEDS),0:2000)
 
-live-check: setup  ## compare a live emulated pool with the simulator, for 10 minutes (MINUTES=2)
+live-check: setup  ## a live emulated pool beside the simulator, and beside fixed clocks: 2 x 10 minutes (MINUTES=2)
 	$(BIN)/python -m sim.live_check --minutes $(or $(MINUTES),10)
 
 .env:  ## compose's environment, with passwords made up at random

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
@@ -112,6 +113,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> range:
+    """Return so many ports of the loopback interface in a row that are free now.
+
+    They lie below those that systems hand out by themselves (from 32768), so that nothing else that starts or
+    connects meanwhile is given one of them.
+
+    Raises:
+        FestinaError: there seem to be none.
+    """
+    for _ in range(1000):
+        first = random.randrange(10_000, 32_000)
+        if all(port_is_free("127.0.0.1", port) for port in range(first, first + count)):
+            return range(first, first + count)
+    raise FestinaError(f"there are no {count} free ports in a row")
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -12,7 +12,8 @@ DRAINING = "draining"  # state of a GPU that takes no new work
 class Cluster:
     """Desired and actual state, and the questions that planning and ordering ask of both.
 
-    `models` are registered; `removed` are not any more, but still loaded somewhere.
+    `models` are registered; `removed` are not any more, but still loaded somewhere. `resting` are GPUs that
+    consolidation has emptied.
     """
 
     def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
@@ -21,6 +22,7 @@ class Cluster:
         self.removed: dict[str, ModelSpec] = {}
         self.summaries: dict[str, GpuSummary] = {}
         self.drained: set[str] = set()
+        self.resting: set[str] = set()
         self._by_model: dict[str, list[Instance]] = {}
         self._by_gpu: dict[str, list[Instance]] = {}
 
@@ -104,6 +106,16 @@ class Cluster:
         engines = (self.engine(gpu, instance.model) for gpu in others)
         return any(e is not None and e.state == "ready" and not self.is_outdated(e) for e in engines)
 
+    def is_coming(self, model: str) -> bool:
+        """Say whether a model is being loaded on a GPU where it is to be, or has the room to."""
+        for gpu in self.healthy(model):
+            engine = self.engine(gpu, model)
+            if engine is not None and engine.state == "loading":
+                return True
+            if engine is None and gpu in self.summaries:
+                return self.need_bytes(gpu, model) <= self.free_bytes(gpu, self.loaded_on(gpu))
+        return False
+
     # ---- memory
 
     def need_bytes(self, gpu: str, model: str) -> int:
@@ -112,9 +124,10 @@ class Cluster:
         Its KV memory is the pool that an engine gets there, or the least that is to be found.
         """
         spec = self.models.get(model) or self.removed.get(model)
-        return spec.weight_bytes + self._kv_bytes(gpu) if spec else 0
+        return spec.weight_bytes + self.kv_bytes(gpu) if spec else 0
 
-    def _kv_bytes(self, gpu: str) -> int:
+    def kv_bytes(self, gpu: str) -> int:
+        """Return the KV memory that a model takes on a GPU, or is at least to find."""
         return self.summaries[gpu].kv_pool_bytes or self._set.min_kv_bytes
 
     def free_bytes(self, gpu: str, models: Iterable[str]) -> int:
@@ -133,5 +146,5 @@ class Cluster:
             there = self.loaded_on(gpu).union(self.placed_on(gpu))
             if without not in there:
                 free_bytes = self.free_bytes(gpu, sorted(there))
-                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self._kv_bytes(gpu)))
+                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self.kv_bytes(gpu)))
         return rooms

@@ -114,8 +114,10 @@ class Orders:
             return self._move_waiting(now_ms, summary, engine.model)
         known = removed or engine.model in self._cluster.models
         idle = not is_busy(engine) and (known or engine.idle_ms >= self._set.unknown_idle_ms)
+        # One that is to serve elsewhere serves here until it can, unless this is the room it waits for.
+        needed = not outdated and self._cluster.is_coming(engine.model)
         # A failed engine is unloaded as well: it holds no memory, but shows until it is.
-        leaves = engine.state == "failed" or (engine.state == "ready" and (idle or removed))
+        leaves = engine.state == "failed" or (engine.state == "ready" and (removed or (idle and not needed)))
         sent_ms = self._unload_ms.get(key, float("-inf"))
         if not leaves or now_ms - sent_ms < self._set.order_retry_ms:
             return []

@@ -29,11 +29,19 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class IdleModel:
-    """A loaded model without work: for how long, and the memory that unloading it gives back."""
+    """A loaded model without work.
+
+    Args:
+        idle_ms: for how long.
+        need_bytes: the memory that unloading it gives back.
+        rate_per_s: how often it is asked for, as far as that is known: so many requests a second would find
+            it gone.
+    """
 
     model: str
     idle_ms: float
     need_bytes: int
+    rate_per_s: float = 0.0
 
 
 def usable_bytes(total_bytes: int, safety_margin: float) -> int:
@@ -68,19 +76,38 @@ def evict(
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the GPU where unloading idle models makes room for `model`, and those idle models; else None.
 
-    On each GPU the longest idle leave first, no more than it takes. The best GPU is the one whose most
-    recently used victim has been idle longest, then the one with fewer victims.
+    Where more models are in use than fit, whatever is unloaded will be asked for again; so the victims are
+    those by which fewest requests a second are missed, which are few, large and rarely used models. Of equal
+    ones the longest idle leave first, and the best GPU is the one whose most recently used victim has been
+    idle longest, then the one with fewer victims.
     """
-    best: tuple[float, int, str, tuple[str, ...]] | None = None
+    best: tuple[float, float, int, str, tuple[str, ...]] | None = None
     for room in rooms:
-        need, free_bytes, victims, least_idle_ms = room.need_bytes(model), room.free_bytes, [], float("inf")
-        for candidate in sorted(idle.get(room.gpu, ()), key=lambda c: (-c.idle_ms, c.model)):
-            if free_bytes >= need:
-                break
-            free_bytes += candidate.need_bytes
-            least_idle_ms = candidate.idle_ms
-            victims.append(candidate.model)
-        offer = (-least_idle_ms, len(victims), room.gpu, tuple(victims))
-        if free_bytes >= need and (best is None or offer < best):
+        victims = _victims(room.need_bytes(model) - room.free_bytes, idle.get(room.gpu, ()))
+        if victims is None:
+            continue
+        missed_per_s = sum(victim.rate_per_s for victim in victims)
+        least_idle_ms = min((victim.idle_ms for victim in victims), default=float("inf"))
+        names = tuple(victim.model for victim in victims)
+        offer = (missed_per_s, -least_idle_ms, len(victims), room.gpu, names)
+        if best is None or offer < best:
             best = offer
-    return best and best[2:]
+    return best and best[3:]
+
+
+def _victims(missing_bytes: int, idle: Iterable[IdleModel]) -> list[IdleModel] | None:
+    """Return idle models that give back so much memory, few requests missed; None if all are too little."""
+    order = sorted(idle, key=lambda c: (c.rate_per_s / c.need_bytes, -c.idle_ms, c.model))
+    chosen: list[IdleModel] = []
+    for candidate in order:
+        if missing_bytes <= 0:
+            break
+        chosen.append(candidate)
+        missing_bytes -= candidate.need_bytes
+    if missing_bytes > 0:
+        return None
+    for victim in sorted(chosen, key=lambda c: -c.rate_per_s):  # those whose memory is not needed after all
+        if victim.rate_per_s and missing_bytes + victim.need_bytes <= 0:
+            chosen.remove(victim)
+            missing_bytes += victim.need_bytes
+    return chosen

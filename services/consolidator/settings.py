@@ -27,6 +27,21 @@ class ConsolidatorSettings(Struct):
         move_timeout_ms: a migrator silent for this long about a move has lost it.
         replica_keep_alive_ms: keep-alive of every instance but the last of a model that is to stay loaded.
         unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
+        consolidation: ``ewr`` as in 3.5, or ``none``: models stay where they were first placed.
+        window_ms: window over which each model's load is known (3.5.2: 5 minutes).
+        observe_ms: least time of hearing before anything is concluded from that.
+        consolidate_ms: slow period of looking, beside the ends of keep-alives.
+        trigger_gap_ms: least time between two looks.
+        dwell_ms: least time until the next change after a change, and after GPUs proved too few.
+        caution: part by which GPUs are filled less after they proved too few while the load had not risen
+            by more than this part.
+        forget_ms: time after which that is tried again.
+        least_saving: part of the predicted power by which a plan for as many GPUs as now must be better.
+        least_served: predicted part of the SM share needed in time that a plan must leave, or as much as now.
+        burst_sigmas: standard deviations above the mean number of requests for which a plan keeps KV memory.
+        crowded_ms: time for which a GPU must need more than its SMs until its models are spread again.
+        empty_state: what becomes of a GPU without models, by which plans are judged: it is kept ``warm`` or
+            ``cold``, or is switched ``off`` as in the paper.
     """
 
     settle_ms: float = 1_500.0
@@ -45,10 +60,33 @@ class ConsolidatorSettings(Struct):
     move_timeout_ms: float = 30_000.0
     replica_keep_alive_ms: float = 60_000.0
     unknown_idle_ms: float = 60_000.0
+    consolidation: str = "ewr"
+    window_ms: float = 300_000.0
+    observe_ms: float = 120_000.0
+    consolidate_ms: float = 60_000.0
+    trigger_gap_ms: float = 10_000.0
+    dwell_ms: float = 120_000.0
+    caution: float = 0.25
+    forget_ms: float = 3_600_000.0
+    least_saving: float = 0.05
+    least_served: float = 0.99
+    burst_sigmas: float = 2.33
+    crowded_ms: float = 1_000.0
+    empty_state: str = "off"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.safety_margin < 1.0:
             raise ConfigError(f"safety_margin is a fraction below 1, not {self.safety_margin}")
         if self.min_kv_bytes < 0:
             raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
+        if self.consolidation not in ("ewr", "none"):
+            raise ConfigError(f"consolidation is ewr or none, not {self.consolidation!r}")
+        if self.empty_state not in ("warm", "cold", "off"):
+            raise ConfigError(f"empty_state is warm, cold or off, not {self.empty_state!r}")
+        for name in ("least_served", "caution"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is a fraction, not {getattr(self, name)}")
+        for name in ("least_saving", "burst_sigmas"):
+            if getattr(self, name) < 0.0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}")
         require_positive(self, (name for name in self.__struct_fields__ if name.endswith("_ms")))

@@ -1,0 +1,226 @@
+"""What keeps the placement in step with events: GPUs come and go, models are asked for, keep-alives end.
+
+It changes as little as each event takes, by memory alone; `consolidate.py` looks at the whole.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from services.consolidator.cluster import Cluster
+from services.consolidator.consolidate import Consolidation
+from services.consolidator.orders import is_busy
+from services.consolidator.place import IdleModel, Room, evict, place
+from services.consolidator.settings import ConsolidatorSettings
+from shared import events as ev
+from shared.model import Instance, ModelSpec
+
+
+class Upkeep:
+    """What is to be placed, and what has been let go.
+
+    Args:
+        cluster: whose instances it changes.
+    """
+
+    def __init__(
+        self, settings: ConsolidatorSettings, cluster: Cluster, consolidation: Consolidation
+    ) -> None:
+        self._set = settings
+        self._cluster = cluster
+        self._consolidation = consolidation
+        self._to_place = set(cluster.models)  # to be placed at the next look, if they fit
+        self._gather_until_ms = 0.0  # but not before this: more of them may be on their way
+        self._parked: set[str] = set()  # unloaded for want of use: only a request brings them back
+        self._wanted: dict[str, float] = {}  # asked for and not placed yet; forgotten at that time
+        self._scaled_ms: dict[str, float] = {}
+
+    # ---- what happens
+
+    def fill_up(self) -> None:
+        """There is more room than before: try again the models that had none."""
+        self._to_place |= self._cluster.models.keys() - self._parked
+
+    def registered(self, now_ms: float, model: ModelSpec) -> None:
+        """A model is new or has changed."""
+        if model.name not in self._cluster.models:
+            self._to_place.add(model.name)
+            self._gather_until_ms = now_ms + self._set.gather_ms
+        self._cluster.models[model.name] = model
+        self._cluster.removed.pop(model.name, None)
+
+    def removed(self, model: str) -> None:
+        """A model is no longer registered."""
+        self._cluster.removed[model] = self._cluster.models.pop(model)
+        self._parked.discard(model)
+        self._wanted.pop(model, None)
+        self._scaled_ms.pop(model, None)
+
+    def asked_for(self, now_ms: float, model: str) -> None:
+        """A request waits for a model that no GPU is to have."""
+        self._wanted[model] = now_ms + self._set.wanted_ms
+
+    def followed(self, before: set[str], after: set[str]) -> None:
+        """A peer's placement has been taken over; what it let go stays unloaded here as well."""
+        self._parked = (self._parked | (before - after)) - after
+        self._to_place -= self._parked | after
+
+    # ---- what the placement is to be
+
+    def look(self, now_ms: float, gone: Collection[str]) -> None:
+        """Bring the placement in step; `gone` are GPUs that are there no more."""
+        self._clear_gpus(gone)
+        self._forget_removed()
+        self._expire_idle(now_ms)
+        self._keep_used(now_ms)
+        self._place_wanted(now_ms)
+        if now_ms < self._gather_until_ms:
+            return
+        models = self._cluster.models
+        absent = [models[m] for m in self._to_place & models.keys() if not self._cluster.of_model(m)]
+        for name, gpu in self._place(absent, self._cluster.rooms()).items():
+            self._add(name, gpu)
+        self._to_place.clear()
+
+    def scale_out(self, now_ms: float, event: ev.ScaleOut) -> list[ev.Action]:
+        """Help a model whose instances are all ready and too slow (reason: a ``deficit``).
+
+        If consolidation has crowded its GPU, that is undone; else the model gets another instance.
+        """
+        name = event.model
+        gpus = self._cluster.healthy(name)
+        engines = [self._cluster.engine(gpu, name) for gpu in gpus]
+        rested_ms = now_ms - self._scaled_ms.get(name, float("-inf"))
+        if "deficit" not in event.reason or rested_ms < self._set.scale_out_dwell_ms:
+            return []
+        if not engines or not all(engine and engine.state == "ready" for engine in engines):
+            return []
+        self._consolidation.disturbed(now_ms)
+        if any(self._consolidation.spread(now_ms, gpu) for gpu in gpus):
+            self._scaled_ms[name] = now_ms
+            return [ev.Count(name="scale_outs", labels={"outcome": "spread"})]
+        chosen = place([self._cluster.models[name]], self._cluster.rooms(without=name))
+        if chosen:
+            self._scaled_ms[name] = now_ms
+            self._add(name, chosen[name])
+        return [ev.Count(name="scale_outs", labels={"outcome": "added" if chosen else "no_room"})]
+
+    def _place(self, models: Iterable[ModelSpec], rooms: Collection[Room]) -> dict[str, str]:
+        """Find GPUs for models: used ones first, those that consolidation has emptied last."""
+        wanted = list(models)
+        chosen = place(wanted, [room for room in rooms if room.gpu not in self._cluster.resting])
+        left = [model for model in wanted if model.name not in chosen]
+        return chosen | place(left, [room for room in rooms if room.gpu in self._cluster.resting])
+
+    def _add(self, model: str, gpu: str) -> None:
+        self._cluster.add(Instance(model=model, gpus=(gpu,)))
+        self._parked.discard(model)
+
+    def _park(self, instance: Instance) -> None:
+        self._cluster.remove(instance)
+        if not self._cluster.of_model(instance.model):
+            self._parked.add(instance.model)
+
+    def _clear_gpus(self, gone: Collection[str]) -> None:
+        """Take all models off GPUs that are gone or drained; those that are nowhere else are placed again."""
+        for gpu in self._cluster.gpus():
+            if gpu in gone or self._cluster.is_closed(gpu):
+                for instance in self._cluster.on_gpu(gpu):
+                    self._cluster.remove(instance)
+                    self._to_place.add(instance.model)
+
+    def _forget_removed(self) -> None:
+        cluster = self._cluster
+        for instance in cluster.instances():
+            if instance.model not in cluster.models:
+                cluster.remove(instance)
+        if cluster.removed:
+            loaded = {engine.model for summary in cluster.summaries.values() for engine in summary.engines}
+            cluster.removed = {name: model for name, model in cluster.removed.items() if name in loaded}
+
+    def _expire_idle(self, now_ms: float) -> None:
+        """Let go every instance whose keep-alive has ended, and see then what can be consolidated (3.5.2)."""
+        for instance in self._cluster.instances():
+            if instance.model in self._wanted or not self._has_expired(instance):
+                continue
+            if not self._is_pinned(instance):
+                self._park(instance)
+                self._consolidation.trigger(now_ms)
+
+    def _has_expired(self, instance: Instance) -> bool:
+        cluster = self._cluster
+        keep_alive_ms = cluster.models[instance.model].keep_alive_ms
+        if keep_alive_ms is None:
+            keep_alive_ms = self._set.replica_keep_alive_ms
+        engines = [cluster.engine(gpu, instance.model) for gpu in instance.gpus]
+        return all(
+            engine
+            and engine.state == "ready"
+            and not is_busy(engine)
+            and not cluster.is_outdated(engine)
+            and engine.idle_ms >= keep_alive_ms
+            for engine in engines
+        )
+
+    def _is_pinned(self, instance: Instance) -> bool:
+        """Say whether an instance is the last that can serve a model which is to stay loaded."""
+        spec = self._cluster.models.get(instance.model)
+        pinned = spec is not None and spec.keep_alive_ms is None
+        return pinned and not self._cluster.ready_beside(instance)
+
+    def _keep_used(self, now_ms: float) -> None:
+        """Place models where they are loaded: a request raced an unload, or the placement was lost."""
+        for gpu in self._cluster.working_gpus():
+            for engine in self._cluster.summaries[gpu].engines:
+                name = engine.model
+                loaded = engine.state in ("loading", "ready") and name in self._cluster.models
+                called_for = is_busy(engine) or name in self._wanted or name in self._to_place
+                if loaded and called_for and not self._cluster.of_model(name):
+                    self._add(name, gpu)
+                    self._make_fit(now_ms, gpu)
+
+    def _make_fit(self, now_ms: float, gpu: str) -> None:
+        """Take off a GPU what was to be loaded into memory that has turned out to be still in use."""
+        for instance in self._cluster.on_gpu(gpu):
+            overfull = self._cluster.free_bytes(gpu, self._cluster.placed_on(gpu)) < 0
+            engine = self._cluster.engine(gpu, instance.model)
+            if overfull and (engine is None or engine.state == "failed"):
+                self._cluster.remove(instance)
+                self.asked_for(now_ms, instance.model)
+
+    def _place_wanted(self, now_ms: float) -> None:
+        """Find room for the models that requests wait for, by unloading idle ones where it takes that."""
+        for name, until_ms in list(self._wanted.items()):
+            if not self._cluster.healthy(name) and now_ms < until_ms:
+                model, failed = self._cluster.models[name], self._cluster.of_model(name)
+                rooms = [room for room in self._cluster.rooms(without=name) if room.engine == model.engine]
+                chosen = self._place([model], rooms)
+                if chosen:
+                    for instance in failed:
+                        self._cluster.remove(instance)
+                    self._add(name, chosen[name])
+                elif not failed:  # nothing is unloaded for a model that does not load
+                    self._evict_for(now_ms, model, rooms)
+            if self._cluster.healthy(name) or now_ms >= until_ms:
+                del self._wanted[name]
+
+    def _evict_for(self, now_ms: float, model: ModelSpec, rooms: list[Room]) -> None:
+        idle = {room.gpu: tuple(self._evictable(now_ms, room.gpu)) for room in rooms}
+        found = evict(model, rooms, idle)
+        if found is not None:
+            gpu, victims = found
+            for instance in self._cluster.on_gpu(gpu):
+                if instance.model in victims:
+                    self._park(instance)
+            self._add(model.name, gpu)
+
+    def _evictable(self, now_ms: float, gpu: str) -> Iterator[IdleModel]:
+        for engine in self._cluster.summaries[gpu].engines:
+            name = engine.model
+            placed = [i for i in self._cluster.on_gpu(gpu) if i.model == name]
+            pinned = name in self._wanted or any(map(self._is_pinned, placed))
+            idle = (
+                engine.state == "ready" and not is_busy(engine) and engine.idle_ms >= self._set.evict_idle_ms
+            )
+            if idle and not pinned:
+                load = self._consolidation.windows.load(now_ms, name)
+                need_bytes = self._cluster.need_bytes(gpu, name)
+                yield IdleModel(name, engine.idle_ms, need_bytes, load.rate_per_s if load else 0.0)

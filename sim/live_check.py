@@ -161,7 +161,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long requests arrive.")] = 10.0,
     models: Annotated[int, typer.Option(help="Models served, by rank in the catalog.")] = 16,
     gpus: Annotated[int, typer.Option(help="Emulated H100.")] = 4,
-    rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.4,
+    rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.35,
     workload: Annotated[str, typer.Option(help="Name of a workload, as for `festina sim`.")] = "step",
     seed: int = 0,
     default_clock: Annotated[

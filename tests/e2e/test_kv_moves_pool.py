@@ -1,4 +1,4 @@
-"""Running requests move between two real vLLM engines by the services themselves, and each is killed meanwhile.
+"""Running requests move between two real vLLM engines by the services themselves, and each gets killed.
 
 All processes are real: a gateway, a global scheduler, two local schedulers with their engines, and the host's
 migrator. There is no consolidator: the test places the model on both GPUs, and orders the moves.
@@ -175,21 +175,22 @@ class House:
             "ignore_eos": True,
             "stream": True,
         }
-        async with httpx.AsyncClient(trust_env=False, timeout=180.0) as http:
-            async with http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as stream:
-                async for line in stream.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = msgspec.json.decode(line.removeprefix("data: "))
-                    if "error" in event:
-                        answer.errors.append(event["error"]["message"])
-                        continue
-                    for choice in event["choices"]:
-                        if choice["delta"].get("content"):
-                            answer.pieces.append(choice["delta"]["content"])
-                            answer.times_s.append(time.monotonic())
-                        if choice["finish_reason"]:
-                            answer.finish_reasons.append(choice["finish_reason"])
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=180.0) as http,
+            http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as stream,
+        ):
+            async for line in stream.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = msgspec.json.decode(line.removeprefix("data: "))
+                if "error" in event:
+                    answer.errors.append(event["error"]["message"])
+                for choice in event.get("choices", ()):
+                    if choice["delta"].get("content"):
+                        answer.pieces.append(choice["delta"]["content"])
+                        answer.times_s.append(time.monotonic())
+                    if choice["finish_reason"]:
+                        answer.finish_reasons.append(choice["finish_reason"])
 
     async def source(self) -> str:
         """Return which GPU runs something, as soon as one does."""
@@ -275,7 +276,7 @@ SIDES = [
 ]
 
 
-@pytest.mark.parametrize(("victim", "verb"), [*MIGRATOR, *SIDES])
+@pytest.mark.parametrize(("victim", "verb"), [*MIGRATOR, *SOURCE, *DESTINATION])
 async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
     house: House, expected: str, victim: str, verb: str
 ) -> None:

@@ -41,8 +41,9 @@ def test_the_book_is_the_devices(settings: Settings) -> None:
         requests_j, overhead_j, idle_j = node.uses_j
         # An order takes 3 ms to the device, in which the book has it do already what it is to do.
         delay_j = 0.003 * len(node.gpu.engines) * H100.context_idle_w
-        assert uses_j[REQUESTS] == pytest.approx(requests_j, abs=1e-3)
-        assert uses_j[OVERHEAD] == pytest.approx(overhead_j, abs=delay_j)
+        # For the device a request is stopped when it hears of it; what it told meanwhile was in vain as well.
+        assert requests_j - 5.0 < uses_j[REQUESTS] < requests_j
+        assert uses_j[REQUESTS] + uses_j[OVERHEAD] == pytest.approx(requests_j + overhead_j, abs=delay_j)
         assert uses_j[IDLE] == pytest.approx(idle_j, abs=delay_j)
         assert overhead_j > 0.0 and abs(book.residual_j) <= 2 * delay_j
         period_s = played.scenario.device_sample_ms / 1000

@@ -61,7 +61,7 @@ def test_serving_power_and_the_sampling_that_no_table_has() -> None:
     assert {c.n for c in checks} == {44}
     formula, table, *_, unfitted, sampled = checks
     assert formula.mean_pct <= 8.0
-    assert table.verdict == "over", "a known miss: docs/fidelity.md"
+    assert 8.0 < table.mean_pct < 9.5, "a known miss, told in docs/fidelity.md"
     assert unfitted.bias_pct < -15.0, "the modelled step is shorter than a served one"
     assert sampled.mean_pct < 5.0, "sampling explains it, also of models that it was not fitted to"
 
@@ -125,9 +125,11 @@ def test_check_says_what_it_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lut_cli, "DATA_FOLDERS", (SHIPPED,))
     result = CliRunner().invoke(app, ["lut", "check", "--json"])
     checks = json.loads(result.stdout)["checks"]
-    over = [(c["check"], c["subject"]) for c in checks if c["verdict"] == "over"]
-    assert over == [("ML.ENERGY H100, power", "as a table has it")], "a known miss: docs/fidelity.md"
-    assert result.exit_code == 1
+    assert [c for c in checks if c["verdict"] == "over"] == []
+    assert result.exit_code == 0
+    power = {c["subject"]: c for c in checks if c["check"] == "ML.ENERGY H100, power"}
+    assert power["formula at the measured rate"]["verdict"] == "within"
+    assert "as a table has it" in power, "its larger error is shown beside"
     skipped = {c["check"]: c["skipped"] for c in checks if c["verdict"] == "skipped"}
     assert set(skipped) == {
         "kernels on h200_sxm, composed",

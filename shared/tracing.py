@@ -8,6 +8,7 @@ A core's span costs the service little: it is put into queues, and whatever it c
 of a decision, is turned into text by the exporters' threads.
 """
 
+import contextlib
 import logging
 import random
 import time
@@ -133,7 +134,8 @@ class _ToFile(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
     def _line(self, span: ReadableSpan) -> SpanLine:
         context, parent, failed = span.context, span.parent, span.status.status_code is StatusCode.ERROR

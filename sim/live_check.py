@@ -263,7 +263,8 @@ def _show(console: Console, title: str, pairs: Sequence[Pair], replayed: dict[st
             f"are charged, idle time left out), attainment {100 * saved['attainment']:+.2f} points",
             soft_wrap=True,
         )
-    return all(all(pair.agrees) for pair in pairs) and all(said.endswith(SAME) for said in replayed.values())
+    same = bool(replayed) and all(said.endswith(SAME) for said in replayed.values())
+    return same and all(all(pair.agrees) for pair in pairs)
 
 
 def _rows(pair: Pair) -> list[tuple[str, ...]]:

@@ -119,7 +119,5 @@ def _rule(state: State, decision: Decision) -> str:
         return "fixed_clock"
     if decision.memory_short:
         return "memory_short"
-    if len({point.sm_clock_mhz for point in decision.points}) == 1:
-        return "clock_kept"  # it was too soon to switch, so no other was looked at
     least_j = min(point.energy_j for point in decision.points if feasible(point, decision.budget_pct))
     return "least_energy" if chosen.energy_j <= least_j else "clock_kept"

@@ -79,8 +79,8 @@ def _through(path: Path, kv: np.ndarray, out: np.ndarray) -> None:
             stage.block(block)[:] = kv[span].data
             stage.fill(block, BLOCK_TOKENS)
     with mapped(path) as stage:
+        stage.check_first(BLOCKS)
         for block, span in enumerate(spans):
-            stage.check(block)
             out[span] = np.frombuffer(stage.block(block), np.uint8)
 
 

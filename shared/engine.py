@@ -32,8 +32,8 @@ class RunRequest(Order):
     Here, and wherever scheduler and engine name a request, `request_id` is that of the run: a request that is
     evicted and comes back has another one, so a late report on its earlier run is not taken for it.
 
-    With a `stage`, the KV of the first `kv_tokens` tokens of its context is taken from there; `KvImported` says
-    how that went.
+    With a `stage`, the KV of the first `kv_tokens` tokens of its context is taken from there; `KvImported`
+    says how that went.
     """
 
     model: str
@@ -96,9 +96,10 @@ class StepOutput(Struct, array_like=True):
 class StepDone(Event):
     """An engine has finished a step under the plan `plan_id`, or several since its last report.
 
-    `duration_ms` is that of all of them. `ages_ms` says how long ago each ended, the first of them first;
-    empty if it was one. The tokens of an output are those of the last steps. `aborted_j` is what
-    requests took that were stopped before it was told.
+    `steps` is how many, `duration_ms` that of all of them. `ages_ms` says how long ago each ended, the first
+    of them first; empty if it was one. The tokens of an output are those of the last steps. `aborted_j` is
+    what requests took that were stopped before it was told. `untold` is how many requests have decoded in
+    them whose tokens are told of later; with those tokens, `ages_ms` goes back further than the `steps`.
     """
 
     model: str
@@ -107,6 +108,8 @@ class StepDone(Event):
     outputs: tuple[StepOutput, ...]
     ages_ms: tuple[float, ...] = ()
     aborted_j: float = 0.0
+    steps: int = 1
+    untold: int = 0
 
 
 class OutOfMemory(Event):
@@ -148,10 +151,10 @@ class ExportKv(Order):
 
 
 class KvExported(Event):
-    """What an `ExportKv` has copied: `blocks` from `first_block` on, of the `total_blocks` that the request has.
+    """What an `ExportKv` has copied: `blocks` from `first_block` on, of `total_blocks` that the request has.
 
-    The stage now covers the first `tokens` tokens of the context. No step of the request that began before the
-    copy is reported after this. `reason` says why nothing could be copied.
+    The stage now covers the first `tokens` tokens of the context. No step of the request that began before
+    the copy is reported after this. `reason` says why nothing could be copied.
     """
 
     model: str
@@ -164,6 +167,7 @@ class KvExported(Event):
     took_ms: float
     tokens: int = 0
     reason: str = ""
+    energy_j: float | None = None
 
 
 class KvImported(Event):
@@ -177,3 +181,4 @@ class KvImported(Event):
     tokens: int
     took_ms: float
     reason: str = ""
+    energy_j: float | None = None

@@ -356,6 +356,7 @@ class KvStaged(Message):
     n_bytes: int = 0
     checksum: int = 0
     took_ms: float = 0.0
+    energy_j: float | None = None
     reason: str = ""
 
 

@@ -273,6 +273,7 @@ class Plan(Struct):
         order: the prefills, the most urgent first; those it does not name come after, as they came.
         chunk_tokens: most prefill tokens in one step.
         sm_share_pct: share of the SMs the engine may use.
+        step_interval_ms: least time between the starts of two steps, where the second only decodes.
     """
 
     plan_id: int
@@ -280,3 +281,4 @@ class Plan(Struct):
     order: tuple[str, ...] = ()
     chunk_tokens: int = 8192
     sm_share_pct: int = 100
+    step_interval_ms: float = 0.0

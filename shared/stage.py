@@ -16,6 +16,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from shared.settings import require_positive
 HEADER_BYTES = 4096
 RECORD_BYTES = 64
 """Two numbers, and padding that keeps the KV on the boundaries of cache lines."""
+
+MOST_THREADS = 4
+"""That compare checksums of a stage; the request is frozen meanwhile."""
 
 _FIXED = struct.Struct("<8sQI")  # magic, bytes of a block's KV, length of the description
 _RECORD = struct.Struct("<II")  # tokens in the block, checksum
@@ -190,6 +194,12 @@ class Stage:
             if tokens and zlib.crc32(kv) != checksum:
                 raise StageDamaged(f"the checksum of block {block} is wrong")
         return tokens
+
+    def check_first(self, blocks: int) -> int:
+        """Return the tokens of the first blocks together, checked by several threads; raises StageDamaged."""
+        there = range(min(blocks, self.capacity_blocks))
+        with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+            return sum(threads.map(self.check, there))
 
     def tokens(self, block_tokens: int) -> int:
         """Return how many tokens of the context the stage covers without a gap."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from services.gateway.events import STOPPED, AddModel, DrainGpu, RemoveModel
+from services.local_sched.state import Work
 from shared import events as ev
 from shared.devices import device_for
 from shared.engine import EngineEnded
@@ -175,27 +176,29 @@ def _move_away(world: "World", model: str, fault: Fault) -> None:
     """Have a model's requests moved, as a consolidator would, if two GPUs have the model."""
     up = [node for node in world.gpus if node.core is not None]
     running, each = abs(fault.value) > 1, fault.value < 0
-    waits = {
-        n.ident: [
-            work
-            for work in (n.local.state.works if running else n.local.state.queue).values()
-            if work.request.model == model
-        ]
-        for n in up
-    }
-    source = next((node for node in up if waits[node.ident]), None)
+    there_are = {n.ident: _works(n, model, running) for n in up}
+    source = next((node for node in up if there_are[node.ident]), None)
     there = [n for n in up if n is not source and model in n.local.state.engines]
     if source is None or not there:
         return
     order = ev.Move(
         move_id=f"{source.ident}-{there[0].ident}-{world.now_ms:.6f}",
-        request_id=("**" if running else "*") if each else waits[source.ident][0].request.request_id,
+        request_id=("**" if running else "*") if each else there_are[source.ident][0].request.request_id,
         model=model,
         source=source.ident,
         destination=there[0].ident,
         destination_host=_other_host(source, there[0]),
     )
     world.bus.send(world.now_ms, world.by_name["consolidator-0"], source.local.state.host, order)
+
+
+def _works(node: GpuNode, model: str, running: bool) -> list[Work]:
+    """Return the requests of a model that wait on a GPU, or that run there, those with most KV first."""
+    state = node.local.state
+    if not running:
+        return [work for work in state.queue.values() if work.request.model == model]
+    engine = state.engines.get(model)
+    return sorted(engine.running.values() if engine else (), key=lambda work: -work.context_tokens)
 
 
 def _other_host(source: GpuNode, destination: GpuNode) -> str:

@@ -62,8 +62,11 @@ class Settings(Struct):
     migrator: MigratorSettings = MigratorSettings()
 
 
-FAST = Settings(local=LocalSettings(report_steps=32), gateway=GatewaySettings(ack_interval_ms=250.0))
-"""As shipped, but up to 32 decode steps are reported at once, and acknowledged less often.
+FAST = Settings(
+    local=LocalSettings(report_steps=32, summary_interval_ms=100.0),
+    gateway=GatewaySettings(ack_interval_ms=250.0),
+)
+"""As shipped, but up to 32 decode steps are reported at once; summaries and acknowledgements come less often.
 
 See docs/simulator.md, Speed. For networks that lose nothing.
 """

@@ -167,8 +167,19 @@ def _what(span: SpanLine, has: dict[str, Any]) -> str:
             slack = _slack(has, "ahead of its TBT", "behind its TBT")
             return f"{tokens} tokens on {has.get('gpu')} {_point(has)}{cost}{slack}"
         case "migrate":
-            return f"from {has.get('source')} to {has.get('destination')}, as far as: {has.get('stage')}"
+            way = f"from {has.get('source')} to {has.get('destination')}, as far as: {has.get('stage')}"
+            return way + _load(has)
     return span.id
+
+
+def _load(has: dict[str, Any]) -> str:
+    """Say what a move took along, and for how long the request stood still for it."""
+    told = ""
+    if has.get("kv_tokens"):
+        told += f"; with {number(has.get('bytes', 0) / 1e6, 'MB')} of its KV, {has['kv_tokens']} tokens"
+    if has.get("freeze_ms"):
+        told += f"; it stood still for {number(has['freeze_ms'], 'ms')}"
+    return told
 
 
 def _objectives(has: dict[str, Any]) -> str:

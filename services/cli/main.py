@@ -180,7 +180,7 @@ def gpus_list(url: Url = DEFAULT_URL, key: AdminKey = "", as_json: Json = False)
 
 @gpus_app.command("drain")
 def gpus_drain(gpu: str, url: Url = DEFAULT_URL, key: AdminKey = "") -> None:
-    """Let a GPU take no new work; what waits there moves away, what runs ends."""
+    """Let a GPU take no new work; what waits there moves away, and what runs moves or ends."""
     _call("POST", url, f"/admin/gpus/{gpu}/drain", key)
     console.print(f"draining {gpu}")
 

@@ -76,7 +76,8 @@ class ConsolidatorCore:
     def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
         """Take one event and return the orders that follow."""
         orders = self._orders or self._start(now_ms)
-        # Summaries of known GPUs come many a second: only what they change for that GPU is looked at.
+        # Summaries of known GPUs come many a second: only what they change for that GPU is looked at. So do
+        # ends of requests: what they change is looked at with the next tick.
         only_gpu = ""
         if isinstance(event, ev.SummaryChanged) and event.summary.gpu in self._cluster.summaries:
             only_gpu = event.summary.gpu
@@ -97,6 +98,8 @@ class ConsolidatorCore:
             return actions
         if only_gpu and self._planned:
             return orders.for_gpu(now_ms, only_gpu, self._placement.version)
+        if isinstance(event, ev.RequestEnded) and self._planned:
+            return []
         if isinstance(event, ev.ScaleOut):
             actions += self._upkeep.scale_out(now_ms, event)
         self._planned = True

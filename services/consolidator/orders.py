@@ -22,7 +22,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _MoveUnderWay:
-    """A move of a model's waiting requests off a GPU; no other before `until_ms`."""
+    """A move of a model's requests off a GPU; no other before `until_ms`."""
 
     move_id: str
     until_ms: float
@@ -77,14 +77,21 @@ class Orders:
     def _load_missing(self, now_ms: float, summary: GpuSummary, version: int) -> list[ev.Action]:
         """Order what is placed on a GPU, is not loaded there, and fits beside what still is."""
         engines = {engine.model: engine for engine in summary.engines}
+        missing = []
+        for model in self._cluster.placed_on(summary.gpu):
+            engine = engines.get(model)
+            if engine and engine.state == "ready":
+                self._loads.pop((summary.gpu, model), None)
+            if engine is None or engine.state == "failed":
+                missing.append(model)
+        if not missing:
+            return []
         free_bytes = self._cluster.free_bytes(summary.gpu, self._cluster.loaded_on(summary.gpu))
         actions: list[ev.Action] = []
-        for model in self._cluster.placed_on(summary.gpu):
+        for model in missing:
             engine, key = engines.get(model), (summary.gpu, model)
             need_bytes = self._cluster.need_bytes(summary.gpu, model)
-            if engine and engine.state == "ready":
-                self._loads.pop(key, None)
-            if (engine and engine.state != "failed") or need_bytes > free_bytes:
+            if need_bytes > free_bytes:
                 continue
             free_bytes -= need_bytes
             sent = self._loads.get(key)
@@ -104,14 +111,14 @@ class Orders:
     def _clear(
         self, now_ms: float, summary: GpuSummary, engine: EngineSummary, version: int
     ) -> list[ev.Action]:
-        """Get an engine off a GPU it has no place on: move what waits there, unload it once it is idle.
+        """Get an engine off a GPU it has no place on: move what waits or runs there, unload it once idle.
 
         What waits for an outdated engine was meant for that: it is served there.
         """
         key = (summary.gpu, engine.model)
         removed, outdated = engine.model in self._cluster.removed, self._cluster.is_outdated(engine)
-        if engine.queued and not removed and not outdated:
-            return self._move_waiting(now_ms, summary, engine.model)
+        if is_busy(engine) and not removed and not outdated:
+            return self._move_away(now_ms, summary, engine.model)
         known = removed or engine.model in self._cluster.models
         idle = not is_busy(engine) and (known or engine.idle_ms >= self._set.unknown_idle_ms)
         # One that is to serve elsewhere serves here until it can, unless this is the room it waits for.
@@ -132,8 +139,11 @@ class Orders:
         keep_alive_ms = spec.keep_alive_ms if spec else None
         return engine.idle_ms if keep_alive_ms is None else min(engine.idle_ms, keep_alive_ms)
 
-    def _move_waiting(self, now_ms: float, summary: GpuSummary, model: str) -> list[ev.Action]:
-        """Have a model's waiting requests moved (F) to its ready instance with the most free KV memory."""
+    def _move_away(self, now_ms: float, summary: GpuSummary, model: str) -> list[ev.Action]:
+        """Have a model's requests moved (F) to its ready instance with the most free KV memory.
+
+        Of those that run, the source lets only those go that gain by it.
+        """
         key = (summary.gpu, model)
         ready = [
             (-engine.free_kv_bytes, gpu)
@@ -144,12 +154,15 @@ class Orders:
         if not ready or (key in self._moves and now_ms < self._moves[key].until_ms):
             return []
         self._move_count += 1
+        destination = min(ready)[1]
+        host = self._cluster.summaries[destination].host
         move = ev.Move(
             move_id=f"{self._prefix}.{self._move_count}",
-            request_id="*",
+            request_id="**",
             model=model,
             source=summary.gpu,
-            destination=min(ready)[1],
+            destination=destination,
+            destination_host="" if host == summary.host else host,
         )
         self._moves[key] = _MoveUnderWay(move.move_id, now_ms + self._set.move_timeout_ms)
         return [ev.Send(to=summary.host, message=move), ev.Count(name="moves")]

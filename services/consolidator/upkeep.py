@@ -67,7 +67,7 @@ class Upkeep:
 
     def look(self, now_ms: float, gone: Collection[str]) -> None:
         """Bring the placement in step; `gone` are GPUs that are there no more."""
-        self._clear_gpus(gone)
+        self._clear_gpus(now_ms, gone)
         self._forget_removed()
         self._expire_idle(now_ms)
         self._keep_used(now_ms)
@@ -119,13 +119,19 @@ class Upkeep:
         if not self._cluster.of_model(instance.model):
             self._parked.add(instance.model)
 
-    def _clear_gpus(self, gone: Collection[str]) -> None:
-        """Take all models off GPUs that are gone or drained; those that are nowhere else are placed again."""
+    def _clear_gpus(self, now_ms: float, gone: Collection[str]) -> None:
+        """Take all models off GPUs that are gone or drained; those that are nowhere else are placed again.
+
+        Requests that wait or run on a drained one are to go on elsewhere: room is made for their models.
+        """
         for gpu in self._cluster.gpus():
             if gpu in gone or self._cluster.is_closed(gpu):
                 for instance in self._cluster.on_gpu(gpu):
                     self._cluster.remove(instance)
                     self._to_place.add(instance.model)
+                    engine = self._cluster.engine(gpu, instance.model)
+                    if gpu not in gone and engine and is_busy(engine):
+                        self.asked_for(now_ms, instance.model)
 
     def _forget_removed(self) -> None:
         cluster = self._cluster

@@ -89,7 +89,7 @@ def _add_gpus(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/admin/gpus/{gpu}/drain", tags=["admin"])
     async def drain(gpu: str, request: Request) -> Response:
-        """Let a GPU take no new work; what waits there moves away, what runs ends."""
+        """Let a GPU take no new work; what waits there moves away, and what runs moves or ends."""
         return drain_gpu(request, gpu, True)
 
     @app.post("/admin/gpus/{gpu}/undrain", tags=["admin"])

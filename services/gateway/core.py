@@ -127,6 +127,8 @@ class GatewayCore:
         if isinstance(event, ev.Message):
             self._liveness.hear_bus(now_ms)
         self._handlers[type(event)](event)
+        while self._asks and not self._is_unanswered(self._asks[0]):  # nobody need be woken for it
+            heapq.heappop(self._asks)
         return self._actions
 
     def no_room(self, tenant: str, weight: float) -> InvalidRequest | None:
@@ -367,6 +369,11 @@ class GatewayCore:
         owned.ask_at_ms = min(at_ms, owned.give_up_ms)
         heapq.heappush(self._asks, (owned.ask_at_ms, next(self._order), owned.request.request_id))
 
+    def _is_unanswered(self, ask: tuple[float, int, str]) -> bool:
+        """Say whether a request still waits to be asked for then."""
+        owned = self._inflight.get(ask[2])
+        return owned is not None and not owned.gpu and owned.ask_at_ms == ask[0]
+
     def _excluded(self, owned: Owned) -> tuple[str, ...]:
         """Return the GPU the last attempt was lost on, unless it has been started again since."""
         if not owned.lost_gpu or self._started_ms(owned.lost_gpu) != owned.lost_started_ms:
@@ -470,10 +477,9 @@ class GatewayCore:
         if self._now_ms >= self._liveness.due_ms:
             self._check()
         while self._asks and self._asks[0][0] <= self._now_ms:
-            at_ms, _order, request_id = heapq.heappop(self._asks)
-            owned = self._inflight.get(request_id)
-            if owned is not None and not owned.gpu and owned.ask_at_ms == at_ms:
-                self._ask_or_give_up(owned)
+            ask = heapq.heappop(self._asks)
+            if self._is_unanswered(ask):
+                self._ask_or_give_up(self._inflight[ask[2]])
         while self._stops and self._stops[0][0] <= self._now_ms:
             owned = self._inflight.get(self._stops.popleft()[1])
             if owned is not None and owned.stopping:

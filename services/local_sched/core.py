@@ -100,25 +100,27 @@ class LocalSchedCore:
     def wake_ms(self) -> float | None:
         """When the core next wants a tick; there is always a heartbeat to come."""
         state, settings = self.state, self.state.settings
-        times = [state.heartbeat_ms + settings.heartbeat_ms]
+        wake_ms = state.heartbeat_ms + settings.heartbeat_ms
         if state.summary_due:
-            times.append(state.summarized_ms + settings.summary_interval_ms)
+            wake_ms = min(wake_ms, state.summarized_ms + settings.summary_interval_ms)
         for due_ms in (
             plans.decision_due_ms(state),
-            state.moves.next_expiry_ms(settings.move_ttl_ms),
+            state.moves.next_expiry_ms(settings.move_ttl_ms) if state.moves.transfers else None,
             running.relief_due_ms(state),
         ):
-            if due_ms is not None:
-                times.append(due_ms)
-        return max(min(times), state.started_ms)
+            if due_ms is not None and due_ms < wake_ms:
+                wake_ms = due_ms
+        return wake_ms if wake_ms > state.started_ms else state.started_ms
 
     def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
         """Take one event, then do whatever has come due: expiries, admissions, a decision, a summary."""
         state, settings = self.state, self.state.settings
         handler = self._handlers.get(type(event))
         actions = handler(state, now_ms, event) if handler else []
-        actions += running.relieve(state, now_ms)
-        actions += transfer.expire(state, now_ms)
+        if state.starved:
+            actions += running.relieve(state, now_ms)
+        if state.moves.transfers or state.moves.notices:
+            actions += transfer.expire(state, now_ms)
         heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
         if heartbeat:
             actions += _beat(state, now_ms)

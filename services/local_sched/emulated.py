@@ -11,6 +11,7 @@ run, the idle power of the device is split over them by SM share, and what is ab
 half by bytes moved; no device measures its engines one by one.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -222,24 +223,25 @@ class EmulatedGpu:
             elif engine.ready_ms is not None and engine.ready_ms <= now_ms:
                 engine.ready_ms = None
                 events.append(self._ready(engine))
-            if engine.copies.due_ms is not None and engine.copies.due_ms <= now_ms:
+            if (copied_ms := engine.copies.due_ms) is not None and copied_ms <= now_ms:
                 self._end_copy(now_ms, engine, events)
         while self._orders and self._orders[0][0] <= now_ms:
             self._obey(now_ms, self._orders.popleft()[1], events)
         for engine in self._engines.values():
-            if engine.sequences and engine.step is None and engine.ready_ms is None:
+            idle = engine.step is None and engine.ready_ms is None and engine.sequences
+            if idle and engine.due_ms <= now_ms:
                 free_blocks = self._free_blocks(engine)
                 events.extend(engine.start_step(self.device, free_blocks, now_ms, self._report_steps))
-            engine.copies.begin(now_ms, self.device, engine.plan, engine.step)
+            if engine.copies.waiting:
+                engine.copies.begin(now_ms, self.device, engine.plan, engine.step)
         self._set_conditions(now_ms)
 
     def _end_copy(self, now_ms: float, engine: Engine, events: list[Event]) -> None:
         """End a copy of KV; what has come in joins the next step."""
-        report, terabytes = engine.copies.finish()
+        report, energy_j = engine.copies.finish(self.device)
         if report is not None:
             events.append(report)
-        if self.device.has_meter:
-            self._meter.charge(self.device.w_per_tb_per_s * terabytes)
+        self._meter.charge(energy_j)
         if engine.step is not None:
             engine.step.cut(now_ms)
 
@@ -261,13 +263,17 @@ class EmulatedGpu:
 
     def _look_ahead(self) -> None:
         """Work out when something next happens."""
-        wake_ms = self._orders[0][0] if self._orders else None
+        wake_ms = self._orders[0][0] if self._orders else math.inf
         for engine in self._engines.values():
-            due_ms = engine.ready_ms if engine.step is None else engine.step.end_ms
-            for at_ms in (due_ms, engine.copies.due_ms):
-                if at_ms is not None and (wake_ms is None or at_ms < wake_ms):
-                    wake_ms = at_ms
-        self._wake_ms = wake_ms
+            if engine.step is not None:
+                wake_ms = min(wake_ms, engine.step.end_ms)
+            elif engine.ready_ms is not None:
+                wake_ms = min(wake_ms, engine.ready_ms)
+            elif engine.sequences and (due_ms := engine.due_ms) > self._meter.since_ms:
+                wake_ms = min(wake_ms, due_ms)
+            if (copied_ms := engine.copies.due_ms) is not None:
+                wake_ms = min(wake_ms, copied_ms)
+        self._wake_ms = None if wake_ms == math.inf else wake_ms
 
     def _steps(self) -> list[Step]:
         return [engine.step for engine in self._engines.values() if engine.step is not None]

@@ -3,9 +3,11 @@
 The engine batches as vLLM does: a step decodes one token of every request whose prompt is computed, and
 computes a chunk of the prompts that are not, in the order of the plan. Where there is nothing to do but to
 decode, up to `report_steps` steps are taken as one (`emulated_step.py`), and reported together. A step that
-ends a request, or computes part of a prompt, is reported at once, with all that was not reported before.
+ends a request, or computes part of a prompt, is reported at once; of others that decoded in it meanwhile the
+tokens are told once there are `report_steps` of them.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from services.local_sched.emulated_kv import Copies
@@ -21,12 +23,14 @@ from shared.silicon import StepWork, step_work
 @dataclass(slots=True, eq=False)
 class Engine:
     """One model on the device. `ready_ms` is set while it loads; `pool_bytes` 0: its KV pool is elastic.
+    `started_ms` is when its latest step started.
 
     `copies` are those of KV, out of it and in.
 
-    Not reported yet: `ended_ms`, when its steps ended, `spent_ms`, how long they took, and `aborted_j`, what
-    requests had taken that were stopped. `report_due`: the next end of a step is to be reported, and with it
-    `aside`, sequences which that step leaves out.
+    `ended_ms` is when its steps ended since all requests were told of, and `told_steps` how many of those are
+    reported. Not reported yet: `spent_ms`, how long they took, and `aborted_j`, what requests took that
+    were stopped. `report_due`: the next end of a step is to be reported, and with it `aside`, sequences
+    which that step leaves out.
     """
 
     model: ModelSpec
@@ -36,8 +40,10 @@ class Engine:
     plan: Plan = field(default_factory=lambda: Plan(plan_id=0))
     sequences: dict[str, Sequence] = field(default_factory=dict)
     step: Step | None = None
+    started_ms: float = -math.inf
     blocks: int = 0
     ended_ms: list[float] = field(default_factory=list)
+    told_steps: int = 0
     spent_ms: float = 0.0
     aborted_j: float = 0.0
     report_due: bool = False
@@ -62,6 +68,17 @@ class Engine:
         )
         return sequence
 
+    @property
+    def due_ms(self) -> float:
+        """When the next step may start: one that only decodes, once the interval of the plan has passed."""
+        interval_ms, held = self.plan.step_interval_ms, self.plan.held
+        if not interval_ms:
+            return -math.inf
+        for request_id, sequence in self.sequences.items():
+            if sequence.computed_tokens < sequence.prefill_tokens and request_id not in held:
+                return -math.inf
+        return self.started_ms + interval_ms
+
     def start_step(self, device: Device, free_blocks: int, now_ms: float, report_steps: int) -> list[Event]:
         """Start the next step, if there is anything to do that fits in `free_blocks` more blocks.
 
@@ -74,6 +91,7 @@ class Engine:
         if not parts:
             parts, starved = self._batch(device.block_tokens, free_blocks)
         if parts:
+            self.started_ms = now_ms
             self.step = Step(
                 plan_id=self.plan.plan_id,
                 sm_share=self.plan.sm_share_pct / 100,
@@ -101,7 +119,7 @@ class Engine:
         if self.plan.held or self.plan.sm_share_pct <= 0:
             return [], 1
         sequences = self.sequences.values()
-        steps = 1 if self.report_due else report_steps - len(self.ended_ms)
+        steps = 1 if self.report_due or self.plan.step_interval_ms else report_steps - len(self.ended_ms)
         for sequence in sequences:
             if sequence.computed_tokens < sequence.prefill_tokens or sequence.starved:
                 return [], 1
@@ -170,7 +188,7 @@ class Engine:
         """Add up what the steps must do; each prompt attends to itself only, so attention adds up."""
         prefills = [(s, n) for s, n in parts if s.computed_tokens < s.prefill_tokens]
         decodes = len(parts) - len(prefills)
-        context_tokens = sum(s.computed_tokens for s, _ in parts if s.computed_tokens >= s.prefill_tokens)
+        context_tokens = sum([s.computed_tokens for s, _ in parts if s.computed_tokens >= s.prefill_tokens])
         work = step_work(
             device,
             self.model,
@@ -197,33 +215,37 @@ class Engine:
         """End the running step: move its requests on by what was computed.
 
         Returns:
-            the report on all that was not reported yet, or None if it can wait; and the joules of the step
-            that went to requests stopped meanwhile.
+            the report on what must be told now, or None if all can wait; and the joules of the step that went
+            to requests stopped meanwhile.
         """
         step = self.step
         assert step is not None
         self.step = None
         self._note_ends(step)
         steps, lost_j = step.steps, 0.0
-        due = self.report_due or len(self.ended_ms) >= report_steps
+        news: list[Sequence] = []
         for (sequence, tokens), energy_j in zip(step.parts, self._energies_j(step), strict=True):
             if sequence.stopped:
                 lost_j += energy_j
                 continue
             sequence.energy_j += energy_j
-            if sequence.computed_tokens < sequence.prefill_tokens:
-                sequence.prefilled_tokens, due = tokens, True
+            told = sequence.computed_tokens < sequence.prefill_tokens
+            if told:
+                sequence.prefilled_tokens = tokens
             sequence.computed_tokens += tokens * steps
             if sequence.computed_tokens >= sequence.prefill_tokens:
                 sequence.made_tokens += steps
                 sequence.output_tokens += steps
-                due = due or sequence.output_tokens >= sequence.end_tokens
+                told = told or sequence.output_tokens >= sequence.end_tokens
+            if told:
+                news.append(sequence)
         self.aborted_j += lost_j
         if step.was_cut:
             self._give_back(device.block_tokens)
-        if not due:
-            return None, lost_j
-        return self._report(device, step.plan_id, [s for s, _ in step.parts] + self.aside), lost_j
+        untold = len(step.parts) - len(news)
+        if self.report_due or len(self.ended_ms) >= report_steps or not untold:
+            return self._report(device, step.plan_id, [s for s, _ in step.parts] + self.aside), lost_j
+        return self._report(device, step.plan_id, news, untold) if news else None, lost_j
 
     def _note_ends(self, step: Step) -> None:
         """Note when the steps ended; several that were taken as one are taken to have been equally long."""
@@ -239,17 +261,25 @@ class Engine:
                 self.blocks -= sequence.blocks - blocks
                 sequence.blocks = blocks
 
-    def _report(self, device: Device, plan_id: int, told: list[Sequence]) -> StepDone:
+    def _report(self, device: Device, plan_id: int, told: list[Sequence], untold: int = 0) -> StepDone:
         """Return the report on these sequences, and on all steps since the last."""
         ended_ms, spent_ms, aborted_j = self.ended_ms, self.spent_ms, self.aborted_j
-        self.ended_ms, self.spent_ms, self.aborted_j, self.report_due, self.aside = [], 0.0, 0.0, False, []
+        steps = len(ended_ms) - self.told_steps
+        back = max(steps, *[sequence.made_tokens for sequence in told])
+        self.spent_ms, self.aborted_j = 0.0, 0.0
+        if untold:
+            self.told_steps = len(ended_ms)
+        else:
+            self.ended_ms, self.told_steps, self.report_due, self.aside = [], 0, False, []
         return StepDone(
             model=self.model.name,
             plan_id=plan_id,
             duration_ms=spent_ms,
             outputs=tuple([self._output(s, device.has_meter) for s in told if not s.stopped]),
-            ages_ms=tuple([ended_ms[-1] - at_ms for at_ms in ended_ms]) if len(ended_ms) > 1 else (),
+            ages_ms=tuple([ended_ms[-1] - at_ms for at_ms in ended_ms[-back:]]) if back > 1 else (),
             aborted_j=aborted_j if device.has_meter else 0.0,
+            steps=steps,
+            untold=untold,
         )
 
     def _output(self, sequence: Sequence, metered: bool) -> StepOutput:
@@ -270,13 +300,15 @@ class Engine:
 
     def _energies_j(self, step: Step) -> list[float]:
         """Split a step's energy: half by tokens computed, half by bytes moved (KV each its own)."""
-        kv_bytes_per_token = self.model.kv_bytes_per_token
-        weight_bytes = self.model.weight_bytes / len(step.parts)
+        parts, kv_bytes_per_token = step.parts, self.model.kv_bytes_per_token
         added = (step.steps - 1) / 2  # mean growth of a context while this stands for several steps
-        moved = [weight_bytes + kv_bytes_per_token * (s.computed_tokens + n + added) for s, n in step.parts]
-        per_token = 0.5 / sum(n for _, n in step.parts) * step.energy_j
-        per_byte = 0.5 / sum(moved) * step.energy_j
-        return [per_token * n + per_byte * b for (_, n), b in zip(step.parts, moved, strict=True)]
+        each_bytes = self.model.weight_bytes / len(parts) + kv_bytes_per_token * added
+        context_tokens = sum([sequence.computed_tokens + n for sequence, n in parts])
+        moved_bytes = each_bytes * len(parts) + kv_bytes_per_token * context_tokens
+        per_token_j = 0.5 / sum([n for _, n in parts]) * step.energy_j
+        per_byte_j = 0.5 / moved_bytes * step.energy_j
+        each_j, kv_j = per_byte_j * each_bytes, per_byte_j * kv_bytes_per_token
+        return [per_token_j * n + each_j + kv_j * (s.computed_tokens + n) for s, n in parts]
 
     def drop(self, request_id: str) -> float:
         """Take a request out and free its memory; nothing if it is not here.

@@ -92,12 +92,14 @@ class Copies:
             copied_tokens = max(0, end_tokens - order.first_block * block_tokens)
             copy.n_bytes = copied_tokens * self.model.kv_bytes_per_token
 
-    def finish(self) -> tuple[KvExported | KvImported | None, float]:
-        """End the copy under way; returns its report, and the terabytes that it moved."""
+    def finish(self, device: Device) -> tuple[KvExported | KvImported | None, float]:
+        """End the copy under way; returns its report, and the joules of the memory traffic."""
         copy = self.waiting.popleft()
         assert copy.end_ms is not None, "a copy begins before it ends"
         order, gone = copy.order, copy.sequence is None or copy.sequence.stopped
-        took_ms, terabytes = copy.end_ms - copy.start_ms, copy.n_bytes / 1e12
+        took_ms = copy.end_ms - copy.start_ms
+        energy_j = device.w_per_tb_per_s * copy.n_bytes / 1e12 if device.has_meter else 0.0
+        told_j = energy_j if device.has_meter else None
         if isinstance(order, RunRequest):
             assert copy.sequence is not None
             copy.sequence.importing = False
@@ -107,8 +109,9 @@ class Copies:
                 tokens=copy.tokens,
                 took_ms=took_ms,
                 reason="" if copy.tokens else "no memory for it",
+                energy_j=told_j,
             )
-            return None if gone else imported, terabytes
+            return None if gone else imported, energy_j
         exported = KvExported(
             model=order.model,
             move_id=order.move_id,
@@ -120,5 +123,6 @@ class Copies:
             took_ms=took_ms,
             tokens=0 if gone else copy.tokens,
             reason="the request is not here" if gone else "",
+            energy_j=told_j,
         )
-        return exported, terabytes
+        return exported, energy_j

@@ -72,6 +72,15 @@ class Step:
     full_ms: float = 0.0
     power_w: float = 0.0
     energy_j: float = 0.0
+    _asked: tuple[float, ...] = ()
+    _span_ms: float = 0.0
+
+    def span_ms(self, device: Device, clock_mhz: int, share: float, scales: tuple[float, float]) -> float:
+        """Return what the whole takes under such conditions; the last answer is remembered."""
+        asked = (clock_mhz, share, *scales)
+        if asked != self._asked:
+            self._asked, self._span_ms = asked, step_ms(device, self.work, clock_mhz, share, *scales)
+        return self._span_ms
 
     def cut(self, now_ms: float) -> None:
         """Let it end with the step under way, where it stands for several."""
@@ -82,7 +91,7 @@ class Step:
         part = steps / self.steps
         self.end_ms = max(now_ms, self.end_ms - (1.0 - part) * self.full_ms)
         self.full_ms *= part
-        self.steps, self.work, self.was_cut = steps, scaled(self.work, part), True
+        self.steps, self.work, self.was_cut, self._asked = steps, scaled(self.work, part), True, ()
 
 
 def scaled(work: StepWork, times: float) -> StepWork:
@@ -121,7 +130,7 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
     def at(clock_mhz: int) -> tuple[list[float], list[tuple[float, float]], float, float]:
         spans_ms, speeds = [], []
         for step, share in zip(steps, shares, strict=True):
-            span_ms = step_ms(device, step.work, clock_mhz, share, *scales)
+            span_ms = step.span_ms(device, clock_mhz, share, scales)
             spans_ms.append(span_ms)
             speeds.append(rates(step.work, span_ms))
         return spans_ms, speeds, sum([read for read, _ in speeds]), sum([done for _, done in speeds])

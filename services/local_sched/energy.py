@@ -88,6 +88,11 @@ class EnergyBook:
             for at_ms in ended_ms:
                 self._cut_gaps(at_ms - each_ms, at_ms)
 
+    def copied(self, energy_j: float | None) -> None:
+        """Book the joules of a copy of KV, beside those of steps; None where there is no meter."""
+        if self._begun_j is not None and energy_j is not None:
+            self._summed_j[OVERHEAD] += energy_j
+
     def read(self, now_ms: float, meter_j: float | None, under_way_ms: float) -> float:
         """Compare with the meter; returns the joules, positive or negative, that nothing explains.
 

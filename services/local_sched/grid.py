@@ -30,6 +30,7 @@ class Load(NamedTuple):
         decode_budget_ms: longest a step may take so that each keeps its TBT.
         decode_steps: steps expected until they end; weighs decode against prefill in the energy.
         prefills: (tokens left, slack in ms) of each prefill, earliest deadline first.
+        step_interval_ms: least time from one decode step to the next.
     """
 
     lut: Lut
@@ -38,6 +39,7 @@ class Load(NamedTuple):
     decode_budget_ms: float = math.inf
     decode_steps: float = 1.0
     prefills: tuple[tuple[float, float], ...] = ()
+    step_interval_ms: float = 0.0
 
 
 Table = list[list[float]]
@@ -139,11 +141,12 @@ class Grid:
 
     def _all_steps(self, step: _Phase, load: Load) -> tuple[Table, Table]:
         """Return time and energy of all decode steps of a load."""
-        key = load[1:3] + load[4:5]
+        key = (load.decodes, load.mean_context_tokens, load.decode_steps, load.step_interval_ms)
         known = self._decodes.get(key)
         if known is None:
             steps = load.decode_steps
-            made = ((step.ms * steps).tolist(), (step.dynamic_j * steps).tolist())
+            ms = np.maximum(step.ms, load.step_interval_ms) * steps
+            made = (ms.tolist(), (step.dynamic_j * steps).tolist())
             known = _keep(self._decodes, key, made)
         return known
 

@@ -63,7 +63,7 @@ class Ledger:
     @property
     def free_bytes(self) -> int:
         """Device bytes promised to nobody."""
-        return self.capacity_bytes - sum(pool.device_bytes for pool in self.pools.values())
+        return self.capacity_bytes - sum([pool.device_bytes for pool in self.pools.values()])
 
     def open(self, spec: ModelSpec, pool_bytes: int, block_tokens: int) -> bool:
         """Take memory for a model's weights and fixed pool; False, and nothing taken, if it does not fit."""
@@ -185,9 +185,9 @@ def staircase(
     start = 0
     for group in range(1, groups + 1):
         stop = round(len(ordered) * group / groups)
-        for _, freed_bytes, freed_pct in ordered[start:stop]:
-            free_bytes += freed_bytes
-            free_sm_share_pct = min(100, free_sm_share_pct + freed_pct)
-        steps.append(step(ordered[stop - 1][0]))
+        part = ordered[start:stop]
+        free_bytes += sum([freed_bytes for _, freed_bytes, _ in part])
+        free_sm_share_pct = min(100, free_sm_share_pct + sum([freed_pct for *_, freed_pct in part]))
+        steps.append(step(part[-1][0]))
         start = stop
     return tuple(steps)

@@ -12,7 +12,7 @@ import msgspec
 from services.local_sched import plans
 from services.local_sched.ends import arrived, with_output
 from services.local_sched.move_mode import KV, STAY, Choice, move_mode
-from services.local_sched.moves import SOURCE, Transfer
+from services.local_sched.moves import DESTINATION, SOURCE, Transfer
 from services.local_sched.state import Stage, State, Work
 from services.local_sched.summary import left_ms
 from shared.engine import ExportKv, KvExported, KvImported
@@ -133,9 +133,10 @@ def freeze(state: State, now_ms: float, event: Release) -> list[Action]:
 
 def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
     """Tell the migrator what was copied; after the last copy of a frozen request, all of its state."""
+    counted = _copied(state, SOURCE, event.energy_j)
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None or not transfer.exports:
-        return []
+        return counted
     transfer.exports -= 1
     staged = KvStaged(
         move_id=event.move_id,
@@ -145,16 +146,23 @@ def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
         n_bytes=event.n_bytes,
         checksum=event.checksum,
         took_ms=event.took_ms,
+        energy_j=event.energy_j,
         reason=event.reason,
     )
     if not transfer.frozen:
-        return [Send(to=transfer.migrator, message=staged)]
+        return [*counted, Send(to=transfer.migrator, message=staged)]
     if transfer.exports:
-        return []  # of one before the freeze
+        return counted  # of one before the freeze
     work = state.works[transfer.request_id]
     transfer.released, transfer.staged = True, staged
     transfer.kv_tokens = min(event.tokens, work.context_tokens - 1)
-    return released(state, now_ms, event.move_id, transfer)
+    return [*counted, *released(state, now_ms, event.move_id, transfer)]
+
+
+def _copied(state: State, side: str, energy_j: float | None) -> list[Action]:
+    """Account for the energy of a copy."""
+    state.energy.copied(energy_j)
+    return [Count(name="move_energy_j", labels={"side": side}, value=energy_j)] if energy_j else []
 
 
 def released(state: State, now_ms: float, move_id: str, transfer: Transfer) -> list[Action]:
@@ -180,17 +188,15 @@ def state_of(now_ms: float, move_id: str, transfer: Transfer, work: Work) -> Rel
 
 def imported(state: State, now_ms: float, event: KvImported) -> list[Action]:
     """A request that came by a move has its KV, or has to compute it after all."""
+    counted = _copied(state, DESTINATION, event.energy_j)
     engine = state.engines.get(event.model)
     work = engine.running.get(event.request_id) if engine else None
     if engine is None or work is None or work.arrival is None:
-        return []
+        return counted
     if event.tokens < work.prefilled_tokens:
         work.prefilled_tokens = event.tokens
         engine.tally = None
         state.changed()
     arrived(state, work, event.tokens, event.took_ms, event.reason)
-    return [Count(name="kv_imports", labels={"model": event.model, "outcome": _outcome(event)})]
-
-
-def _outcome(event: KvImported) -> str:
-    return "taken" if event.tokens else "computed"
+    labels = {"model": event.model, "outcome": "taken" if event.tokens else "computed"}
+    return [*counted, Count(name="kv_imports", labels=labels)]

@@ -6,11 +6,13 @@ from services.local_sched.grid import Load, coarse
 from services.local_sched.state import Engine, State, Tally, Work
 
 
-def load_of(state: State, now_ms: float, engine: Engine) -> Load:
+def load_of(state: State, now_ms: float, engine: Engine, *, paced: bool = False) -> Load:
     """Sum up what an engine has to do, and by when; numbers of tokens and steps are rounded up.
 
     A late prefill is best-effort: it gets one more TTFT, from now, so that a request which lost its deadline
     while its model loaded does not drive the clock up alone, and an overload still does.
+
+    Decodes that are not behind their pace may wait for one another if they are to be `paced`.
     """
     tally = engine.tally = engine.tally or tally_of(engine)
     kept = 1.0 - state.settings.slack_headroom
@@ -25,7 +27,8 @@ def load_of(state: State, now_ms: float, engine: Engine) -> Load:
     # pace, it may take what is left, but at least half a TBT: one late token is not worth any clock.
     budget_ms = kept * min(tbt_ms, max(left_ms, tbt_ms / 2))
     means = (coarse(context_tokens / count, 5), budget_ms, coarse(steps / count, 4))
-    return Load(engine.lut, coarse(count, 4), *means, tuple(prefills))
+    interval_ms = state.settings.pace_part * tbt_ms if paced and left_ms >= tbt_ms else 0.0
+    return Load(engine.lut, coarse(count, 4), *means, tuple(prefills), interval_ms)
 
 
 def tally_of(engine: Engine) -> Tally:

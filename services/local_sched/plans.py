@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from services.local_sched import batch, tune
 from services.local_sched.admission import score_of, since_ms
 from services.local_sched.divide import divider_of
@@ -53,7 +55,9 @@ def decide(state: State, now_ms: float) -> list[Action]:
             engine.least_share_pct, state.summary_due = point.least_share_pct, True
         chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
         here = (held & engine.running.keys() if held else held) | engine.frozen
-        actions += _set_plan(state, engine, here, _order(engine, tasks), chunk_tokens, point.sm_share_pct)
+        order, share_pct = _order(engine, tasks), point.sm_share_pct
+        interval_ms = load.step_interval_ms if decision.chosen is not None else 0.0
+        actions += _set_plan(state, engine, here, order, chunk_tokens, share_pct, interval_ms)
     return actions
 
 
@@ -67,10 +71,11 @@ def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decisio
     """
     settings, last = state.settings, state.decision
     clocks_mhz = _clocks(engines[0].lut, settings.fixed_clock_mhz)
-    loads = [load_of(state, now_ms, engine) for engine in engines]
     models = tuple([engine.spec.name for engine in engines])
     budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
     awaited = bool(state.queue) and any(work.passed_over_ms is not None for work in state.queue.values())
+    paced = settings.pacing == "slack" and state.device.has_meter and not memory_short
+    loads = [load_of(state, now_ms, engine, paced=paced) for engine in engines]
     asked = (models, clocks_mhz, loads, budget_pct, memory_short, awaited)
     if last is not None and last[: len(asked)] == asked:
         profiles, found = last.profiles, last.found
@@ -255,7 +260,8 @@ def freeze(state: State, engine: Engine, run_id: str) -> list[Action]:
     """Hold a run for its move at once, and in every plan from now on."""
     engine.frozen |= {run_id}
     now = engine.plan or Plan(plan_id=0)
-    return _set_plan(state, engine, now.held | {run_id}, now.order, now.chunk_tokens, now.sm_share_pct)
+    same = (now.order, now.chunk_tokens, now.sm_share_pct, now.step_interval_ms)
+    return _set_plan(state, engine, now.held | {run_id}, *same)
 
 
 def _in_force_mhz(state: State) -> int:
@@ -276,22 +282,20 @@ def _set_plan(
     order: tuple[str, ...],
     chunk_tokens: int,
     sm_share_pct: int,
+    step_interval_ms: float,
 ) -> list[Action]:
-    old = engine.plan
-    if (
-        old is not None
-        and (old.chunk_tokens, old.sm_share_pct) == (chunk_tokens, sm_share_pct)
-        and old.held == held
-        and old.order == order
-    ):
-        return []
+    """Order a plan, unless it is the one in force."""
+    in_force = engine.plan
     plan = Plan(
-        plan_id=state.next_plan_id,
+        plan_id=in_force.plan_id if in_force else 0,
         held=held,
         order=order,
         chunk_tokens=chunk_tokens,
         sm_share_pct=sm_share_pct,
+        step_interval_ms=step_interval_ms,
     )
-    engine.plan = plan
+    if plan == in_force:
+        return []
+    engine.plan = replace(plan, plan_id=state.next_plan_id)
     state.next_plan_id += 1
-    return [SetPlan(model=engine.spec.name, plan=plan)]
+    return [SetPlan(model=engine.spec.name, plan=engine.plan)]

@@ -40,14 +40,14 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
         if output.token_ids or end:
             deltas.append((work.request.gateway, delta_of(work, first_seq, output.token_ids, end)))
     tokens = sum([len(delta.token_ids) for _, delta in deltas])
-    if decoded:
-        steps = max(1, len(event.ages_ms))
+    steps = event.steps  # 0: what a step under way when its request was held has made is told afterwards
+    if steps and (decoded or event.untold):
         step_ms = event.duration_ms / steps
         smoothed_ms = engine.step_ms or step_ms
         engine.step_ms = step_ms + 0.8**steps * (smoothed_ms - step_ms)
         # Where every decode got on by the same, and nothing else happened, it need not be counted up anew.
         alike = decoded == len(grown) == len(event.outputs) and tokens == steps * decoded
-        if alike and tally is not None and tally.decodes == decoded:
+        if alike and not event.untold and tally is not None and tally.decodes == decoded:
             engine.tally = tally.stepped(now_ms, steps)
     sends = state.outbox.send(now_ms, deltas, event.ages_ms)
     for work in grown:
@@ -60,7 +60,8 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
 
 def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -> None:
     """Book what an engine's steps took; what it tells of requests stopped meanwhile was in vain."""
-    engine.stepped_ms = now_ms
+    if not event.untold:
+        engine.stepped_ms = now_ms
     requests_j: float | None = 0.0
     aborted_j = event.aborted_j
     for output in event.outputs:
@@ -70,7 +71,7 @@ def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -
             requests_j += output.energy_j
         else:
             aborted_j += output.energy_j
-    ended_ms = [now_ms - age_ms for age_ms in event.ages_ms] or [now_ms]
+    ended_ms = [now_ms - age_ms for age_ms in event.ages_ms[-event.steps :]] or [now_ms]
     state.energy.ran(ended_ms, event.duration_ms, requests_j, aborted_j)
 
 
@@ -160,7 +161,7 @@ def relieve(state: State, now_ms: float) -> list[Action]:
             reason = f"out of memory: {state.gpu} has no memory for its next token and nothing to evict"
             return [*actions, *fail(state, now_ms, [work], reason)]
         actions += _evict(state, now_ms, victim)
-        steps_ms = STARVED_STEPS * state.engines[work.request.model].step_ms
+        steps_ms = STARVED_STEPS * state.engines[work.request.model].pace_ms
         state.starved[run_id] = now_ms + max(STARVED_STEPS * state.settings.oom_grace_ms, steps_ms)
     return actions
 

@@ -1,5 +1,7 @@
 """Settings of a GPU's local scheduler: every number it decides by, with its source."""
 
+from typing import Literal
+
 import msgspec
 
 
@@ -40,6 +42,9 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         chunk_part: a chunk of prefill takes at most this part of the shortest TTFT that a request of the
             model may ask for, so that one that comes during it can be in time: it waits for the end of this
             chunk, and is computed in the next.
+        pacing: ``slack``: decode steps of an engine wait for their time, so that more requests share each
+            read of the weights, while memory is ample and the device has a meter; ``off``: they never do.
+        pace_part: that time, from one step to the next, as a part of the shortest TBT in the engine.
         move_ttl_ms: a source takes a request back, and (twice this) a destination drops it, without news.
         report_steps: most decode steps that an emulated engine takes before it reports them; memory is
             promised ahead for so many. More than 1 is for simulations: nobody waits for the tokens there.
@@ -74,6 +79,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fixed_clock_mhz: int | None = None
     considered_prefills: int = 16
     chunk_part: float = 0.3
+    pacing: Literal["off", "slack"] = "slack"
+    pace_part: float = 0.7
     move_ttl_ms: float = 5_000.0
     report_steps: int = 1
     oom_grace_ms: float = 20.0

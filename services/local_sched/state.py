@@ -155,6 +155,22 @@ class Tally(NamedTuple):
         )
 
 
+class Inside(NamedTuple):
+    """What runs in an engine, as the summary tells of it.
+
+    Args:
+        context_tokens: of all contexts.
+        tbt_ms: the shortest TBT; infinite if nothing runs.
+        prefills: (when it is due, tokens) of each that has given no token yet.
+        ends: (ms from now, bytes, 0) that each request is expected to free, the first of them first.
+    """
+
+    context_tokens: int
+    tbt_ms: float
+    prefills: list[tuple[float, int]]
+    ends: list[tuple[float, int, int]]
+
+
 @dataclass
 class Engine:
     """One model on this GPU. `state` and `reason` are those of its summary.
@@ -166,6 +182,7 @@ class Engine:
         stepped_ms: when a step of it last ended, or the first of its requests was given to it.
         plan: the plan in force, None before the first.
         tally: of what runs; None once that has changed, until the next decision.
+        inside: what the last summary found to run in it, after the tally and the pace of then.
         least_share_pct: the least SM share that meets its deadlines, as of the last decision.
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
@@ -183,11 +200,18 @@ class Engine:
     frozen: frozenset[str] = frozenset()
     plan: Plan | None = None
     tally: Tally | None = None
+    inside: tuple[Tally | None, float, Inside] | None = None
     least_share_pct: int = 0
     step_ms: float = 0.0
     load_again: bool = False
     load_due_ms: float = math.inf
     gave_up: str = ""
+
+    @property
+    def pace_ms(self) -> float:
+        """Time from one decode step to the next, as it is now; 0 before the first."""
+        interval_ms = self.plan.step_interval_ms if self.plan else 0.0
+        return max(self.step_ms, interval_ms) if self.step_ms else 0.0
 
 
 class Decision(NamedTuple):

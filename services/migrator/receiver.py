@@ -10,7 +10,7 @@ from services.migrator.settings import LinkSettings
 from services.migrator.stages import Stages
 from services.migrator.transport_tcp import Blocks, Connection, Open, Taken, admit
 from shared.errors import ConfigError, FestinaError, Unavailable
-from shared.stage import Stage, StageDamaged, mapped
+from shared.stage import Stage, mapped
 
 log = logging.getLogger(__name__)
 
@@ -117,38 +117,46 @@ class Receiver:
         with mapped(self._stages.path(opened.stage), writes=(0, opened.blocks)) as stage:
             stage.put_head(opened.head)
             await connection.send(Taken())
-            while True:
-                match await connection.receive(self._settings.idle_s):
-                    case Blocks() as blocks:
-                        await connection.send(Taken(reason=await _write(connection, stage, blocks)))
-                    case Open() | None as grown:
-                        return grown
-                    case other:
-                        raise Unavailable(f"{type(other).__name__} was not due")
+            checking: asyncio.Task[None] | None = None  # a chunk, while the next one comes
+            try:
+                while True:
+                    match await connection.receive(self._settings.idle_s):
+                        case Blocks() as blocks:
+                            await _read(connection, stage, blocks)
+                            if checking is not None:
+                                await checking
+                            checking = asyncio.create_task(_confirm(connection, stage, blocks))
+                        case Open() | None as grown:
+                            return grown
+                        case other:
+                            raise Unavailable(f"{type(other).__name__} was not due")
+            finally:
+                if checking is not None:
+                    with contextlib.suppress(Unavailable):
+                        await checking
 
 
-async def _write(connection: Connection, stage: Stage, blocks: Blocks) -> str:
-    """Read blocks off a connection into their stage; returns what is wrong with them, if anything."""
+async def _read(connection: Connection, stage: Stage, blocks: Blocks) -> None:
+    """Read blocks off a connection into their stage."""
     if not len(blocks.tokens) == len(blocks.checksums) > 0:
         raise Unavailable("as many tokens as checksums were due")
-    numbers = range(blocks.first, blocks.first + len(blocks.tokens))
-    for block in numbers:
+    for block in range(blocks.first, blocks.first + len(blocks.tokens)):
         stage.empty(block)
         with stage.block(block) as kv:
             await connection.fill(kv)
-    try:
-        await asyncio.to_thread(_accept, stage, blocks)
-    except StageDamaged as error:
-        for block in numbers:
-            stage.empty(block)
-        return str(error)
-    return ""
 
 
-def _accept(stage: Stage, blocks: Blocks) -> None:
-    """Compare the checksums of blocks that have come, and say how many tokens they hold."""
-    for block, (tokens, checksum) in enumerate(
-        zip(blocks.tokens, blocks.checksums, strict=True), start=blocks.first
-    ):
+async def _confirm(connection: Connection, stage: Stage, blocks: Blocks) -> None:
+    """Say that blocks have come, or what is wrong with them."""
+    await connection.send(Taken(reason=await asyncio.to_thread(_check, stage, blocks)))
+
+
+def _check(stage: Stage, blocks: Blocks) -> str:
+    """Take blocks whose checksums are right as having come; returns what is wrong, if anything."""
+    reason = ""
+    for number, (tokens, checksum) in enumerate(zip(blocks.tokens, blocks.checksums, strict=True)):
+        block = blocks.first + number
         if stage.fill(block, tokens) != checksum:
-            raise StageDamaged(f"the checksum of block {block} is wrong")
+            stage.empty(block)
+            reason = f"the checksum of block {block} is wrong"
+    return reason

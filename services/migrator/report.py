@@ -43,6 +43,7 @@ def spans(now_ms: float, run: Run, error: str) -> list[ev.Action]:
         "festina.mode": run.mode,
         "festina.bytes": run.n_bytes,
         "festina.kv_tokens": run.kv_tokens,
+        "festina.copied_j": run.copied_j,
         "festina.freeze_ms": now_ms - run.frozen_ms if run.frozen_ms else 0.0,
         "festina.stage": run.stage,
     }

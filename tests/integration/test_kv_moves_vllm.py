@@ -200,7 +200,7 @@ async def test_with_its_kv_and_by_recomputation_it_goes_on_as_if_it_had_stayed(
     assert begun.blocks * BLOCK_TOKENS <= len(PROMPT) + len(source.tokens["kv"])
     frozen_s = time.perf_counter()
     last = await hosts.freeze("kv", "move-kv", begun.blocks)
-    assert last.first_block == begun.blocks and last.blocks in (1, 2)
+    assert last.first_block == begun.blocks and last.blocks <= 2  # none if the last block was just full
     asked_s = time.perf_counter()
     first_s, imported = await hosts.resume(near, "kv", "move-kv", last.tokens)
     assert imported is not None and (imported.tokens, imported.reason) == (last.tokens, "")

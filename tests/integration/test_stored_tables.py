@@ -81,7 +81,7 @@ async def serving(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 def ttft_ms(core: GlobalSchedCore, model=QWEN) -> float:
-    lut = core._lut("h100-80gb", model.name)
+    lut = core._fleet.lut("h100-80gb", model.name)
     return 0.0 if lut is None else round(float(lut.ttft_ms(1005, 100, 512)), 1)
 
 
@@ -122,7 +122,7 @@ async def test_what_a_scheduler_learnt_outlives_it_and_helps_a_new_replica(
     first = await serving("s-1", settings)
     sender = Shell(GATEWAY, "gw", servers.settings)
     await sender.open()
-    await eventually(lambda: QWEN.name in first._models)
+    await eventually(lambda: QWEN.name in first._fleet.models)
     for _ in range(250):
         ended = ev.RequestEnded("r", QWEN.name, "t", "stop", 100, 33)
         sender.bus.publish(subject_of(ev.RequestEnded, QWEN.name), msgspec.msgpack.encode(ended))

@@ -100,7 +100,7 @@ async def test_with_everything_held_both_engines_sleep(pair: Pair) -> None:
     before_s = [cpu_s(pid) for pid in processes]
     await pair.pause(2.0)
     used_s = [cpu_s(pid) - before for pid, before in zip(processes, before_s, strict=True)]
-    assert len(processes) == 2 and max(used_s) <= 0.06, used_s
+    assert len(processes) == 2 and max(used_s) <= 0.2, used_s
     assert pair.steps == steps
     for name, request_id in asked:
         pair.perform(en.StopRequest(model=name, request_id=request_id))

@@ -57,6 +57,7 @@ plans = st.builds(
     held=st.frozensets(ids, max_size=3),
     chunk_tokens=st.sampled_from([0, 64, 1000, 8192]),
     sm_share_pct=st.sampled_from([0, 10, 30, 50, 80, 100]),
+    step_interval_ms=st.sampled_from([0.0, 0.0, 20.0, 70.0]),
 )
 changes = st.one_of(
     st.tuples(times, st.builds(SetPlan, model=names, plan=plans)),

@@ -9,7 +9,7 @@ from itertools import count
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.gateway.core import GatewayCore
 from services.gateway.events import Arrived, ClientGone, Deliver, Fail
@@ -220,6 +220,20 @@ class Moves(RuleBasedStateMachine):
         self.pool = Pool()
         self.names = count(1)
 
+    @initialize(
+        each=st.booleans(),
+        crowd=st.sampled_from([0, 0, 1, 2]),
+        after_ms=st.floats(0.0, 45.0),
+    )
+    def begin(self, each: bool, crowd: int, after_ms: float) -> None:
+        """Begin somewhere in the middle of a move, perhaps to a GPU with little memory."""
+        self.ask("src", 600, 120)
+        for _ in range(crowd):
+            self.ask("dst", 600, 60)
+        self.pool.flow(150.0)
+        self.move(each, 0, False)
+        self.pool.flow(after_ms)
+
     @rule(
         at=st.sampled_from(["src", "src", "src", "dst"]),
         prompt=st.sampled_from([40, 300, 600]),
@@ -263,7 +277,7 @@ class Moves(RuleBasedStateMachine):
     def lose_tokens(self) -> None:
         self.pool.lose_tokens += 2
 
-    @rule(ms=st.sampled_from([1.0, 4.0, 20.0, 100.0, 1_100.0, 5_100.0]))
+    @rule(ms=st.sampled_from([1.0, 4.0, 20.0, 1_100.0, 1_100.0, 5_100.0]))
     def wait(self, ms: float) -> None:
         self.pool.wait(ms)
 
@@ -276,7 +290,12 @@ class Moves(RuleBasedStateMachine):
         if who == "host":
             self.pool.start_migrator()
         else:
+            self.pool.wait(1.0)
             self.pool.start(who)
+
+    @rule()
+    def lose_all(self) -> None:
+        self.pool.bag.clear()
 
     @rule(index=st.integers(0, 20))
     def leave(self, index: int) -> None:

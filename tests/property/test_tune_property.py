@@ -40,6 +40,7 @@ loads = st.builds(
     st.lists(st.tuples(st.integers(1, 8000), st.floats(20.0, 2000.0)), max_size=3).map(
         lambda prefills: tuple(sorted(prefills, key=lambda prefill: prefill[1]))
     ),
+    st.sampled_from([0.0, 50.0]),
 )
 
 
@@ -93,9 +94,10 @@ def energy_j(loads, clock_mhz, shares_pct, bandwidth, compute):
     for load, share in zip(loads, shares_pct, strict=True):
         ms = step_ms(load, clock_mhz, share)
         parts = [(ms * load.decode_steps, load.lut.decode_power_w, (load.decodes, load.mean_context_tokens))]
+        waits_ms = max(0.0, load.step_interval_ms - ms) * load.decode_steps if load.decodes else 0.0
         for ms, (tokens, _) in zip(prefills_ms(load, clock_mhz, share), load.prefills, strict=True):
             parts.append((ms, load.lut.prefill_power_w, (tokens,)))
-        longest_ms = max(longest_ms, sum(ms for ms, _, _ in parts))
+        longest_ms = max(longest_ms, waits_ms + sum(ms for ms, _, _ in parts))
         for ms, power_w, at in parts:
             dynamic_j += (float(power_w(clock_mhz, share, *at)) - H100.static_w) * ms / 1e3
     return H100.static_w * longest_ms / min(bandwidth, compute) / 1e3 + dynamic_j

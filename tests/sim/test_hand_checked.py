@@ -17,7 +17,7 @@ from sim.workload import Arrival
 from sim.world import run
 
 MODEL: ModelSpec = model("m", 16.0, 131_072, keep_alive_ms=None)  # 8e9 parameters, 32 layers
-PINNED = LocalSettings(fixed_clock_mhz=1980)
+PINNED = LocalSettings(fixed_clock_mhz=1980, pacing="off")
 ORDER_MS = 3.0  # an order takes this long to the device
 LOADED_MS = 200 + 16e9 / 55e6
 STEP_OVERHEAD_MS = 32 * 0.027 + 1.0
@@ -126,7 +126,9 @@ def test_a_week_of_one_request_an_hour_does_not_drift() -> None:
             alive_interval_ms=10 * minute, check_interval_ms=10 * minute, gpu_silent_ms=3 * hour
         ),
         scheduler=GlobalSettings(stale_after_ms=hour),
-        local=LocalSettings(fixed_clock_mhz=1980, heartbeat_ms=10 * minute, gateway_lease_ms=hour),
+        local=LocalSettings(
+            fixed_clock_mhz=1980, pacing="off", heartbeat_ms=10 * minute, gateway_lease_ms=hour
+        ),
         consolidator=ConsolidatorSettings(
             tick_ms=10 * minute, gpu_gone_ms=hour, peer_silent_ms=hour, scale_out_dwell_ms=hour
         ),

@@ -17,8 +17,9 @@ from services.gateway.settings import GatewaySettings
 from services.global_sched.settings import GlobalSettings
 from services.local_sched.main import DeviceSettings, device_for
 from services.local_sched.settings import LocalSettings
-from services.migrator.settings import MigratorSettings
+from services.migrator.settings import LinkSettings, MigratorSettings
 from shared.config import Common, load
+from shared.stage import StageSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -34,6 +35,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "device": DeviceSettings,
     "consolidator": ConsolidatorSettings,
     "migrator": MigratorSettings,
+    "link": LinkSettings,
+    "stages": StageSettings,
 }
 each_service = pytest.mark.parametrize("name", SERVICES)
 

@@ -424,7 +424,7 @@ def test_a_model_that_fails_to_load_goes_to_another_gpu_on_request() -> None:
     assert lab.placed == {"a": ("g2",)} and where(lab) == {"g1": [], "g2": ["a"]}
 
 
-def test_drain_places_models_elsewhere_moves_what_waits_and_unloads_when_idle() -> None:
+def test_drain_places_models_elsewhere_moves_what_is_there_and_unloads_when_idle() -> None:
     lab = Lab([spec("a")], [FakeGpu("g1", host="h1"), FakeGpu("g2", host="h2")]).run()
     lab.gpus["g1"].set("a", running=1, queued=2)
     lab.run(500)
@@ -433,9 +433,10 @@ def test_drain_places_models_elsewhere_moves_what_waits_and_unloads_when_idle() 
     assert lab.placed == {"a": ("g2",)}
     lab.run(1_000)
     [(_, host, move)] = lab.sent(ev.Move)
-    assert (host, move.request_id, move.model, move.source, move.destination) == ("h1", "*", "a", "g1", "g2")
+    assert (host, move.request_id, move.model, move.source, move.destination) == ("h1", "**", "a", "g1", "g2")
+    assert move.destination_host == "h2"
     assert lab.sent(ev.Unload) == []
-    lab.do(ev.MoveEnded(move_id=move.move_id, request_id="*", outcome="aborted"))
+    lab.do(ev.MoveEnded(move_id=move.move_id, request_id="**", outcome="aborted"))
     lab.run(1_500)
     assert [m.move_id for _, _, m in lab.sent(ev.Move)] == [move.move_id, move.move_id[:-1] + "2"]
     lab.gpus["g1"].set("a", idle_ms=10.0)

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from services.consolidator.capacity import Capacity, best_fit_decreasing, least_gpus
 from services.consolidator.demand import Demand, Wanted, need_bytes
 from services.consolidator.ewr import ewr, optimal, power_w, served_share, waste
 from services.consolidator.mapping import assign, costs_ms
-from services.consolidator.migration import KV, STAY, TOKENS, decide
 from services.consolidator.pack import Packing, pack
 from services.consolidator.plan import make_plan
 from services.consolidator.preference import prefer
@@ -265,18 +263,3 @@ def test_a_plan_packs_onto_gpus_that_have_the_models() -> None:
     }
     assert plan.outlook.used == 2
     assert make_plan(demands, {"g1": ["red"]}, CAPACITY, bytes_of, H100, 0.0) is None
-
-
-def test_a_request_that_is_nearly_done_finishes_in_place() -> None:
-    at = (1605, 100)
-    assert decide(LUT, 4000, 1, 1.0, "nvlink", at).how == STAY
-    choice = decide(LUT, 4000, 1000, 10.0, "nvlink", at)
-    assert choice.how == KV  # 4,000 tokens of KV are sent in 2 ms and computed in some 60
-    assert 0.0 < choice.delay_ms < 20.0
-
-
-def test_a_short_context_is_computed_again_where_the_link_is_slow() -> None:
-    at = (1605, 100)
-    thick = build(H100, msgspec.structs.replace(MODEL, kv_bytes_per_token=10_000_000))
-    assert decide(thick, 32, 1000, 10.0, "tcp", at).how == TOKENS
-    assert decide(LUT, 8000, 1000, 10.0, "tcp", at).how == KV

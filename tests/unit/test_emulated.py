@@ -302,6 +302,38 @@ def test_orders_take_the_control_delay_and_plans_wait_for_the_step_to_end() -> N
     assert decode.duration_ms == pytest.approx(step_alone(H100, work, 1980, 0.5)[0], abs=1e-6)
 
 
+def test_decode_steps_keep_the_interval_of_the_plan_and_prompts_do_not_wait_for_it() -> None:
+    gpu = gpu_with(spec())
+    paced = SetPlan(model="a", plan=Plan(plan_id=1, step_interval_ms=50.0))
+    give(gpu, 10_000.0, paced, request(max_tokens=6))
+    happened = [(10_003.0, None), *timed(gpu, 10_120.0)]  # a prompt, and decodes from 10,053 and 10,103 on
+    assert len(happened) == 4
+    starts = [at_ms - event.duration_ms for at_ms, event in happened[1:] if isinstance(event, StepDone)]
+    assert starts == pytest.approx([10_003.0, 10_053.0, 10_103.0])
+    give(gpu, 10_120.0, request("other", max_tokens=2))
+    together, alone, *rest = timed(gpu, 10_400.0)
+    starts = [at_ms - event.duration_ms for at_ms, event in (together, alone) if isinstance(event, StepDone)]
+    assert starts == pytest.approx([10_123.0, 10_173.0])
+    assert isinstance(together[1], StepDone) and len(together[1].outputs) == 2
+    ended = [out.request_id for _, event in (alone, *rest) for out in event.outputs if out.finish_reason]  # type: ignore[attr-defined]
+    assert ended == ["other", "r"]
+    assert gpu.wake_ms is None
+
+
+def test_a_plan_without_an_interval_ends_the_wait() -> None:
+    gpu = gpu_with(spec())
+    give(
+        gpu,
+        10_000.0,
+        SetPlan(model="a", plan=Plan(plan_id=1, step_interval_ms=5_000.0)),
+        request(max_tokens=2),
+    )
+    assert len(timed(gpu, 11_000.0)) == 1
+    give(gpu, 11_000.0, SetPlan(model="a", plan=Plan(plan_id=2)))
+    ((at_ms, step),) = timed(gpu, 12_000.0)
+    assert isinstance(step, StepDone) and at_ms - step.duration_ms == pytest.approx(11_003.0)
+
+
 def test_a_clock_in_the_middle_of_a_step_stretches_the_rest() -> None:
     gpu = gpu_with(spec())
     give(gpu, 10_000.0, request(prompt=2000, max_tokens=1))

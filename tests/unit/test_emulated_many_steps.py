@@ -106,6 +106,23 @@ def test_one_that_comes_meanwhile_waits_for_the_step_under_way_only() -> None:
     assert max(gaps) > 5 * min(gaps)
 
 
+def test_of_those_that_go_on_meanwhile_the_tokens_are_told_later() -> None:
+    orders: list[tuple[float, Order]] = [(10_000.0, asks("r")), (10_200.0, asks("s", max_tokens=4))]
+    each, many = both(orders)
+    same(each, many, "r", "s")
+    first, end = [i for i, (_, report) in enumerate(many.reports) if report.untold]
+    assert [out.request_id for _, report in many.reports[first : end + 1] for out in report.outputs] == [
+        "s",
+        "s",
+    ]
+    assert many.reports[end][1].steps == 3 == len(many.reports[end][1].outputs[0].token_ids)
+    later = many.reports[end + 1][1]
+    assert len(later.outputs[0].token_ids) == 32 == len(later.ages_ms) > later.steps
+    assert sum(report.steps for _, report in many.reports) == 200
+    spent_ms = [sum(report.duration_ms for _, report in played.reports) for played in (each, many)]
+    assert spent_ms[1] == pytest.approx(spent_ms[0], abs=0.05)
+
+
 def test_a_plan_holds_from_the_next_step_on() -> None:
     slow = SetPlan(model="a", plan=Plan(plan_id=1, sm_share_pct=20))
     each, many = both([(10_000.0, asks("r")), (10_400.0, slow)])

@@ -430,7 +430,7 @@ def test_summaries_on_change_not_more_often_than_allowed_and_each_heartbeat():
 
 
 def test_the_summary_tells_what_runs_and_when_memory_comes_free():
-    bench = Bench(models=[MODEL])
+    bench = Bench(models=[MODEL], pacing="off")
     bench.submit(request("r1", prompt=100), predicted=30)
     bench.token("r1", after_ms=10.0)
     bench.token("r1", after_ms=10.0)

@@ -97,6 +97,7 @@ def test_a_move_goes_through_every_step_and_the_destination_commits_first() -> N
         "festina.mode": "waiting",
         "festina.bytes": 0,
         "festina.kv_tokens": 0,
+        "festina.copied_j": 0.0,
         "festina.freeze_ms": 0.0,
         "festina.stage": "commit",
     }

@@ -102,6 +102,7 @@ def test_a_stage_says_whose_kv_it_holds_and_of_how_many_tokens() -> None:
         stage.fill(block, tokens)
     assert stage.tokens(32) == 71  # block 3 is missing
     assert [stage.check(block) for block in range(5)] == [32, 32, 7, 0, 32]
+    assert (stage.check_first(2), stage.check_first(9)) == (64, 103)
     stage.empty(1)
     assert stage.tokens(32) == 32
     _, copy = new_stage(100, 9)
@@ -116,8 +117,9 @@ def test_one_wrong_bit_is_noticed(at: int) -> None:
     stage.block(1)[:] = os.urandom(100)
     stage.fill(1, 32)
     memory[HEADER_BYTES + 2 * RECORD_BYTES + 100 + at] ^= 4
-    with pytest.raises(StageDamaged, match="checksum of block 1"):
-        stage.check(1)
+    for check in (lambda: stage.check(1), lambda: stage.check_first(2)):
+        with pytest.raises(StageDamaged, match="checksum of block 1"):
+            check()
     memory[20 + at % 30] ^= 4
     with pytest.raises(StageDamaged, match="description"):
         stage.header()

@@ -69,14 +69,22 @@ def _serve(
     served = ServedModel(load, stages)
     connection.sendall(frame(served.ready(load_ms=(time.perf_counter() - started) * 1000)))
     while True:
-        while not orders.empty() or not served.has_runnable():
-            for report in served.obey(orders.get()):
+        while (order := _next_order(orders, served.wait_s())) is not None:
+            for report in served.obey(order):
                 connection.sendall(frame(report))
         reports = list(served.step())
         for report in reports:
             connection.sendall(frame(report))
         if not reports and served.has_runnable():
             time.sleep(RETRY_S)
+
+
+def _next_order(orders: "queue.Queue[EngineOrder]", wait_s: float | None) -> EngineOrder | None:
+    """Return the next order, or None if there is none within the time that a step may wait."""
+    try:
+        return orders.get(timeout=wait_s)
+    except queue.Empty:
+        return None
 
 
 if __name__ == "__main__":

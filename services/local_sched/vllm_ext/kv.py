@@ -155,7 +155,7 @@ class KvPort:
         # the last token is computed in any case: it is what the next one is sampled from
         tokens: int = min(kv_tokens, request.num_tokens - 1)
         blocks = range(-(-tokens // header.block_tokens))
-        staged = sum(stage.check(block) for block in blocks if block < stage.capacity_blocks)
+        staged = stage.check_first(len(blocks))
         if not 0 < tokens <= staged:
             raise StageDamaged(f"the stage holds {staged} tokens, not {tokens}")
         manager = self._scheduler.kv_cache_manager

@@ -61,6 +61,13 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
             for request in self.requests.values()
         )
 
+    def has_prefills(self) -> bool:
+        """Return whether there is a prompt to compute that the plan lets run."""
+        return self.plan.chunk_tokens > 0 and any(
+            _prefilling(request) and external_id(request.request_id) not in self.plan.held
+            for request in self.requests.values()
+        )
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step under the plan."""
         turns = {request_id: turn for turn, request_id in enumerate(self.plan.order)}

@@ -55,6 +55,7 @@ class ServedModel:
         # CPU attention unless it has asked the kernel for the tile registers before.
         torch.cpu._init_amx()
         self._model = load.model.name
+        self._started_s = 0.0
         self._engine = LLMEngine.from_engine_args(engine_args(load.model, load.kv_pool_bytes))
         scheduler = self._engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, PlanScheduler)
@@ -72,6 +73,15 @@ class ServedModel:
             block_tokens=self._scheduler.block_size,
             load_ms=load_ms,
         )
+
+    def wait_s(self) -> float | None:
+        """Return how long the next step is to wait by the plan; None while there is nothing to do."""
+        if not self.has_runnable():
+            return None
+        interval_s = self._scheduler.plan.step_interval_ms / 1000
+        if not interval_s or self._scheduler.has_prefills():
+            return 0.0
+        return max(0.0, self._started_s + interval_s - time.perf_counter())
 
     def has_runnable(self) -> bool:
         """Return whether the plan in force leaves anything to do."""
@@ -108,7 +118,7 @@ class ServedModel:
 
     def step(self) -> Iterator[EngineReport]:
         """Make one step under the plan in force; yields nothing if it found nothing to run."""
-        started = time.perf_counter()
+        self._started_s = started = time.perf_counter()
         ended = {output.request_id: output for output in self._engine.step()}
         duration_ms = (time.perf_counter() - started) * 1000
         for request_id in self._scheduler.starved:

@@ -428,7 +428,7 @@ class CommitMove(Message):
 
 
 class KvLoaded(Message):
-    """The destination needs the stage of a move no more: `tokens` were taken from it, or none for `reason`."""
+    """The destination needs the stage of a move no more: it took `tokens` from it, or none for `reason`."""
 
     move_id: str
     tokens: int = 0

@@ -6,9 +6,11 @@ the coordinates themselves, whose coefficients lie side by side::
     a + b x                      x input tokens
     a + b x + (c + d x) y        x requests in the batch, y context tokens
 
-So a query finds its cell and reads one row. What lies beyond the ends of an axis is a cell as well: before
-the first point values stay, after the last they stay or go on with the last slope. Queries of arrays share
-memory for the rows they read, so no two threads may ask at once.
+So a query finds its cell and reads one row. The rows of a clock and a share are worked out when one of them
+is first asked for: few pairs ever are, and all rows would take ten times the memory of the values. What lies
+beyond the ends of an axis is a cell as well: before the first point values stay, after the last they stay or
+go on with the last slope. Queries of arrays share memory for the rows they read, so no two threads may ask at
+once.
 """
 
 import math
@@ -99,14 +101,17 @@ class Grid:
         self._values = values
         self._is_open = is_open
         cells = [len(points) + 1 for points in axes[2:]]
-        share_rows = math.prod(cells)
-        rows = (len(axes[1]) * share_rows, share_rows, *cells[1:], 1)  # from one point to the next
+        rows = (len(axes[1]), 1, *cells[1:], 1)  # to the next point; along clocks and shares, pairs of them
         self._clocks, self._shares, self._x, *rest = map(_axis, axes, rows)
         self._y = rest[0] if rest else None
         self._corners: dict[tuple[float, float], list[tuple[int, float]]] = {}
         self._sweeps: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
-        self._rows: NDArray[np.float64] | None = None
+        self._terms = 2 if self._y is None else 4
+        self._pair_rows = math.prod(cells)
+        self._rows = np.empty((0, self._terms))
         self._read: Any = None  # the rows once more: single numbers are read 3 times as fast from here
+        self._first_row = np.full(len(axes[0]) * len(axes[1]), -1)  # by pair of clock and share; -1: not made
+        self._made = 0  # pairs
 
     def __call__(self, clock: Any, share: Any, x: Any, y: Any = None) -> Any:
         """Return the value at a point of numbers, or the values at arrays that broadcast."""
@@ -127,25 +132,39 @@ class Grid:
             total += weight * (read[i] + read[i + 1] * x + (read[i + 2] + read[i + 3] * x) * y)
         return total
 
-    def _table(self) -> NDArray[np.float64]:
-        """Return the coefficients, a row per clock, share and cell; worked out when first asked for."""
-        if self._rows is None:
-            made = [self._values.astype(np.float64)]
-            if self._y is not None:
-                made = [line for values in made for line in self._y.lines(values, 3, self._is_open)]
-            made = [line for values in made for line in self._x.lines(values, 2, self._is_open)]
-            self._rows = np.stack(made, axis=-1).reshape(-1, len(made))
+    def _make(self, pairs: list[Any], whole: bool = False) -> None:
+        """Work out the rows of these pairs of clock and share, or of all, as far as they are not there."""
+        if self._made == len(self._first_row):
+            return
+        asked = np.full(len(self._first_row), whole)
+        for pair in () if whole else pairs:
+            asked[np.minimum(pair, len(asked) - 1)] = True  # beyond the last, with weight 0
+        missing = np.flatnonzero(asked & (self._first_row < 0))
+        if not len(missing):
+            return
+        made = [self._values.reshape(len(asked), *self._values.shape[2:])[missing].astype(np.float64)]
+        if self._y is not None:
+            made = [line for values in made for line in self._y.lines(values, 2, self._is_open)]
+        made = [line for values in made for line in self._x.lines(values, 1, self._is_open)]
+        first, self._made = self._made, self._made + len(missing)
+        self._first_row[missing] = np.arange(first, self._made) * self._pair_rows
+        used, needed = first * self._pair_rows, self._made * self._pair_rows
+        if needed > len(self._rows):
+            kept = self._rows[:used]
+            self._rows = np.empty((min(max(needed, 2 * used), len(asked) * self._pair_rows), self._terms))
+            self._rows[:used] = kept
             self._read = self._rows.reshape(-1).data
-        return self._rows
+        self._rows[used:needed] = np.stack(made, axis=-1).reshape(-1, self._terms)
 
     def _find_corners(self, clock: float, share: float) -> list[tuple[int, float]]:
         """Return (first row, weight) of the points around a clock and a share, and remember them."""
-        self._table()
-        corners = [
-            (row + other, weight * other_weight)
-            for row, weight in self._clocks.sides(clock)
+        pairs = [
+            (pair + other, weight * other_weight)
+            for pair, weight in self._clocks.sides(clock)
             for other, other_weight in self._shares.sides(share)
         ]
+        self._make([pair for pair, _ in pairs])
+        corners = [(int(self._first_row[pair]), weight) for pair, weight in pairs]
         if len(self._corners) >= CORNERS_KEPT:
             self._corners.clear()
         self._corners[clock, share] = corners
@@ -174,11 +193,13 @@ class Grid:
             key = (clock.tobytes(), clock.shape, clock.dtype, share.tobytes(), share.shape, share.dtype)
             if key in self._sweeps:
                 return self._sweeps[key]
-        corners = [
-            (row + other, weight * other_weight)
-            for row, weight in self._clocks.sides_of(clock)
+        pairs = [
+            (pair + other, weight * other_weight)
+            for pair, weight in self._clocks.sides_of(clock)
             for other, other_weight in self._shares.sides_of(share)
         ]
+        self._make([pair for pair, _ in pairs], whole=key is None)
+        corners = [(self._first_row.take(pair, mode="clip"), weight) for pair, weight in pairs]
         if key is not None:
             if len(self._sweeps) >= SWEEPS_KEPT:
                 self._sweeps.clear()
@@ -187,12 +208,11 @@ class Grid:
 
     def _at(self, row: NDArray[Any], x: Any, y: Any) -> NDArray[Any]:
         """Return the values that the coefficients in these rows give."""
-        table = self._table()
-        terms = table.shape[1]
+        terms = self._terms
         read = None
         if SMALL_ROWS < row.size <= SCRATCH_ROWS:
             read = _scratch[: row.size * terms].reshape(*row.shape, terms)
-        read = table.take(row, axis=0, mode="clip", out=read)
+        read = self._rows.take(row, axis=0, mode="clip", out=read)
         values = read[..., 1] * x
         values += read[..., 0]
         if terms == 4:

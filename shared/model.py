@@ -145,8 +145,8 @@ class Request(Struct):
 class RequestEnd(Struct):
     """How a request ended on its GPU, with what it took (``energy_j`` None: no meter; the reason says so).
 
-    ``finish_reason`` is ``stop``, ``length``, or ``error`` (then `error` says why). ``dispatch`` is the rule by
-    which its GPU was chosen, as in `Submit.reason`; empty where it came by a move.
+    ``finish_reason`` is ``stop``, ``length``, or ``error`` (then `error` says why). ``dispatch`` is the rule
+    by which its GPU was chosen, as in `Submit.reason`; empty where it came by a move.
     """
 
     finish_reason: str

@@ -1,11 +1,15 @@
 """Spans kept in files, for `festina explain` where no Jaeger runs: one JSON object a line, bounded in size.
 
 Each process writes ``SERVICE.ID.jsonl`` in a folder that all of one machine share. At half of what it may
-take, the file becomes ``SERVICE.ID.old.jsonl`` in place of the one before it. What is older is gone.
+take, the file becomes ``SERVICE.ID.old.jsonl`` in place of the one before it. What is older is gone. Ids may
+be new with each start, so a process that begins a file deletes the oldest of its service, but none in use.
 """
 
 import contextlib
+import errno
 import itertools
+import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +19,8 @@ import msgspec
 from shared.spans import SpanLine
 
 SUFFIX, OLD_SUFFIX = ".jsonl", ".old.jsonl"
+FILES_KEPT = 16  # of one service, besides those of the process that begins one
+IN_USE_S = 600.0  # a file written to so lately belongs to a process that runs
 
 
 class SpanLog:
@@ -26,6 +32,7 @@ class SpanLog:
     """
 
     def __init__(self, folder: Path, service: str, ident: str, most_bytes: int) -> None:
+        self._service = service
         self._path = folder / f"{service}.{ident}{SUFFIX}"
         self._old = folder / f"{service}.{ident}{OLD_SUFFIX}"
         self._most_bytes = most_bytes // 2
@@ -38,14 +45,40 @@ class SpanLog:
         Raises:
             OSError: there is no room, or no folder; the next call tries anew.
         """
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
-            self._file.write(b"\n")  # its last process may have been killed in the middle of a line
-        self._file.write(self._encoder.encode_lines(spans))
-        if self._file.tell() >= self._most_bytes:
+        lines = self._encoder.encode_lines(spans)
+        try:
+            file = self._opened()
+            if file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, "no room for a whole line", str(self._path))
+        except OSError:
+            self.close()
+            raise
+        if file.tell() >= self._most_bytes:
             self.close()
             self._path.replace(self._old)
+
+    def _opened(self) -> BinaryIO:
+        """Return the file, begun anew if it, or its folder, has been deleted meanwhile."""
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink:
+            return self._file
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._delete_oldest()
+        self._file = self._path.open("ab", buffering=0)
+        self._file.write(b"\n")  # what was written last may have been cut off in the middle of a line
+        return self._file
+
+    def _delete_oldest(self) -> None:
+        written_s: dict[Path, float] = {}
+        for path in self._path.parent.glob(f"{self._service}.*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                written_s[path] = path.stat().st_mtime
+        for own in (self._path, self._old):
+            written_s.pop(own, None)
+        oldest_first = sorted(written_s, key=lambda path: (written_s[path], path))
+        for path in oldest_first[: max(0, len(oldest_first) - FILES_KEPT)]:
+            if written_s[path] < time.time() - IN_USE_S:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -55,8 +88,8 @@ class SpanLog:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of all processes, a process's older one first: it is replaced while one reads."""
-    return sorted(folder.glob("*" + SUFFIX), key=lambda path: (not path.name.endswith(OLD_SUFFIX), path.name))
+    """Return the files of all processes, older ones last: what becomes one while one reads is not missed."""
+    return sorted(folder.glob("*" + SUFFIX), key=lambda path: (path.name.endswith(OLD_SUFFIX), path.name))
 
 
 def _lines(folder: Path) -> Iterator[Iterator[bytes]]:

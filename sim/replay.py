@@ -24,7 +24,7 @@ from services.migrator.settings import MigratorSettings
 from shared import events as ev
 from shared.config import load
 from shared.devices import device_for
-from shared.engine import LoadEngine
+from shared.model import GpuSummary
 from shared.recording import encoded, event_types, read
 from shared.subjects import CONSOLIDATOR, GATEWAY, GLOBAL, LOCAL, MIGRATOR
 
@@ -55,27 +55,25 @@ def replay(path: Path) -> int:
 
 
 def _local(path: Path, ident: str) -> LocalSchedCore:
-    for _, _, actions in read(path):
-        for kind, data in actions:
-            if kind == "Send" and b"SummaryChanged" in data:
-                summary = _sent(data).summary
-                device, settings = device_for(summary.gpu_type), load(LocalSettings, LOCAL)
-                return LocalSchedCore(
-                    ident,
-                    summary.host,
-                    summary.engine,
-                    device,
-                    settings,
-                    summary.started_ms,
-                    elastic_kv=elastic_kv(path),
-                )
-    raise Differs(f"{path.name} has no summary, so its device is not known")
+    summary = _summary(path)
+    device, settings = device_for(summary.gpu_type), load(LocalSettings, LOCAL)
+    kind, started_ms, elastic = summary.engine, summary.started_ms, elastic_kv(path)
+    return LocalSchedCore(ident, summary.host, kind, device, settings, started_ms, elastic_kv=elastic)
 
 
 def elastic_kv(path: Path) -> bool:
-    """Say whether a GPU's engines shared its memory for KV, and were not ordered with pools of their own."""
-    orders = (data for _, _, actions in read(path) for kind, data in actions if kind == "LoadEngine")
-    return not any(msgspec.msgpack.decode(data, type=LoadEngine).kv_pool_bytes for data in orders)
+    """Say whether a GPU's engines shared its memory for KV, instead of having pools of their own."""
+    return _summary(path).kv_pool_bytes == 0
+
+
+def _summary(path: Path) -> GpuSummary:
+    """Return the first that a GPU has told of itself."""
+    for _, _, actions in read(path):
+        for kind, data in actions:
+            if kind == "Send" and b"SummaryChanged" in data:
+                summary: GpuSummary = _sent(data).summary
+                return summary
+    raise Differs(f"{path.name} has no summary, so its device is not known")
 
 
 def _sent(data: bytes) -> Any:

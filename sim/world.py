@@ -31,7 +31,7 @@ from sim.wakes import Wakes
 
 FAULT, DEVICE, MESSAGE, TICK, ARRIVAL, SAMPLE = range(6)  # ranks
 REST_CHECK_MS = 1_000.0
-LAST_STEPS_MS = 100.0  # before the horizon engines begin to report each step, so that no token is left out
+LAST_STEPS_MS = 250.0  # before the horizon engines begin to report each step, so that no token is left out
 REST_WITHIN_MS = 900_000.0  # after the last arrival and fault, every timeout of every service included
 
 _entry = struct.Struct("<dHH").pack

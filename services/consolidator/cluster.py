@@ -82,6 +82,10 @@ class Cluster:
         summary = self.summaries.get(gpu)
         return gpu in self.drained or (summary is not None and summary.state == DRAINING)
 
+    def rest_empty(self) -> None:
+        """All working GPUs without an instance rest, and no others."""
+        self.resting = {gpu for gpu in self.working_gpus() if gpu not in self._by_gpu}
+
     # ---- actual: engines
 
     def engine(self, gpu: str, model: str) -> EngineSummary | None:

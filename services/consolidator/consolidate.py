@@ -1,29 +1,35 @@
 """When the placement is changed as a whole, and whether that pays (3.5.2, when to trigger).
 
-A look follows the end of a keep-alive, and a slow period. GPUs that a change has emptied rest: other work
-goes there last. If the load comes back, the models of a crowded GPU are spread onto a resting one.
+A look follows the end of a keep-alive, and a slow period. It is done in steps, for which the core is called
+again and again. GPUs that a change has emptied rest: other work goes there last. If the load comes back, the
+models of a crowded GPU are spread onto a resting one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
-from services.consolidator.demand import Demand, Wanted
+from services.consolidator.demand import Demand
+from services.consolidator.moves import can_follow
 from services.consolidator.place import usable_bytes
-from services.consolidator.plan import Outlook, Plan, expected, make_plan
+from services.consolidator.plan import Outlook, Plan, assigned, expected, groupings
+from services.consolidator.relief import Relief
 from services.consolidator.settings import ConsolidatorSettings
+from services.consolidator.survey import Need, Survey
 from services.consolidator.window import Windows
 from shared import events as ev
 from shared.devices import Device, device_for
 from shared.errors import ConfigError
 from shared.lut import Lut, build
-from shared.model import EngineSummary, Instance, ModelSpec
+from shared.model import Instance, ModelSpec
 from shared.shelf import Shelf
 from shared.silicon import idle_power_w
-from shared.slo import objectives_for
 
 Luts = Callable[[str, ModelSpec], Lut]
+Steps = Generator[None, None, list[ev.Action]]
+TRIES = 3  # at a plan, if GPUs are given or lose models while it is made
 
 
 @lru_cache(maxsize=4096)
@@ -45,19 +51,21 @@ class Consolidation:
         self._cluster = cluster
         self.shelf = Shelf(luts)
         self.windows = Windows(settings.window_ms)
+        self._relief = Relief(settings, cluster)
+        self._steps: Steps | None = None
+        self._now_ms = 0.0  # of the present step
         self._next_ms = 0.0
+        self._triggered = False  # since the last look began
         self._looked_ms = float("-inf")
         self._not_before_ms = 0.0
-        self._tried: tuple[float, float] | None = (
-            None  # SM percent of the fullest GPU and requests/s, as planned
-        )
+        self._tried: tuple[float, float] | None = None  # the fullest GPU's SM percent, requests/s: as planned
         self._too_little = False  # since then
         self._learnt_pct = 100.0  # what has proved too much, less a part
         self._learnt_ms = float("-inf")
-        self._crowded_ms: dict[str, float] = {}  # by GPU, since when
 
     def trigger(self, now_ms: float) -> None:
         """A keep-alive has ended: look soon."""
+        self._triggered = True
         self._next_ms = min(self._next_ms, max(now_ms, self._looked_ms + self._set.trigger_gap_ms))
 
     def disturbed(self, now_ms: float) -> None:
@@ -65,23 +73,57 @@ class Consolidation:
         self._too_little = True
         self._not_before_ms = max(self._not_before_ms, now_ms + self._set.dwell_ms)
 
+    @property
+    def at_work(self) -> bool:
+        """Whether a look has begun and not ended: it is to go on soon."""
+        return self._steps is not None
+
+    def stop(self) -> None:
+        """Leave a look that has begun."""
+        self._steps = None
+
+    def take_over(self) -> None:
+        """This replica leads from here on: what the placement leaves empty rests, as for who led before."""
+        if self._set.consolidation != "none" and self._cluster.instances():
+            self._cluster.rest_empty()
+
     def look(self, now_ms: float) -> list[ev.Action]:
-        """Relieve crowded GPUs, and consolidate if that is due and pays."""
+        """Relieve crowded GPUs, and see whether to consolidate if that is due."""
         if self._set.consolidation == "none":
             return []
-        self.windows.listen(now_ms)
         self._cluster.resting -= {gpu for i in self._cluster.instances() for gpu in i.gpus}
-        actions = self._relieve(now_ms)
-        early = self.windows.heard_ms(now_ms) < self._set.observe_ms
-        if early or now_ms < max(self._next_ms, self._not_before_ms):
+        crowded = self._relief.crowded(now_ms)
+        actions: list[ev.Action] = [ev.Count(name="spreads") for gpu in crowded if self.spread(now_ms, gpu)]
+        known_ms = now_ms - self.windows.heard_ms(now_ms) + self._set.observe_ms
+        allowed_ms = max(self._not_before_ms, known_ms)
+        due_ms = max(self._next_ms, allowed_ms)
+        if now_ms < (due_ms if self._steps is None else allowed_ms):
+            self._steps = None
             return actions
-        self._learn(now_ms)
-        for gpus in self._kinds():
-            if self._is_settled(gpus):
-                actions += self._consolidate(now_ms, gpus)
-        self._looked_ms = now_ms
-        self._next_ms = now_ms + self._set.consolidate_ms
-        return actions
+        if self._steps is None:
+            kinds = list(self._kinds())
+            waits = now_ms < due_ms + self._set.trigger_gap_ms
+            if waits and not all(map(self._is_settled, (gpu for gpus in kinds for gpu in gpus))):
+                return actions
+            self._learn(now_ms)
+            self._triggered = False
+            self._steps = self._consolidate_all(kinds)
+        return actions + self.go_on(now_ms)
+
+    def go_on(self, now_ms: float) -> list[ev.Action]:
+        """Take the next step of a look that has begun."""
+        assert self._steps is not None
+        self._now_ms = now_ms
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._steps = None
+            self._looked_ms = now_ms
+            soon = self._triggered  # while it looked
+            self._next_ms = now_ms + (self._set.trigger_gap_ms if soon else self._set.consolidate_ms)
+            actions: list[ev.Action] = end.value
+            return actions
+        return []
 
     def _learn(self, now_ms: float) -> None:
         """See whether the last change proved too tight: there was too little, and not because the load rose.
@@ -119,46 +161,61 @@ class Consolidation:
             if has_meter:
                 yield gpus
 
-    def _is_settled(self, gpus: list[str]) -> bool:
-        """Say whether these GPUs have just what they are to have, each instance on one GPU."""
-        for gpu in gpus:
-            engines = self._cluster.summaries[gpu].engines
-            ready = {engine.model for engine in engines if engine.state == "ready"}
-            if len(ready) < len(engines) or ready != set(self._cluster.placed_on(gpu)):
-                return False
-            if any(len(instance.gpus) > 1 for instance in self._cluster.on_gpu(gpu)):
-                return False
-        return True
+    def _is_settled(self, gpu: str) -> bool:
+        """Say whether a GPU has just what it is to have, each instance on one GPU."""
+        engines = self._cluster.summaries[gpu].engines
+        ready = {engine.model for engine in engines if engine.state == "ready"}
+        alone = all(len(instance.gpus) == 1 for instance in self._cluster.on_gpu(gpu))
+        return alone and len(ready) == len(engines) and ready == set(self._cluster.placed_on(gpu))
 
-    def _consolidate(self, now_ms: float, gpus: list[str]) -> list[ev.Action]:
-        """Plan for GPUs of one kind, and apply the plan if it pays."""
-        holds = {gpu: self._cluster.placed_on(gpu) for gpu in gpus}
-        wanted = {
-            model: self._wanted(now_ms, gpus[0], model)
-            for model in sorted({model for held in holds.values() for model in held})
-        }
-        if not wanted:
-            return []
-        capacity = self._capacity(now_ms, gpus)
-        demands: list[Demand] = []
-        for each in wanted.values():
-            copies = each.fewest_copies(capacity)
-            if copies is None:
-                return []
-            demands += copies
-        device = next(iter(wanted.values())).lut.device
-        empty_w = idle_power_w(device, self._set.empty_state)
-        bytes_of = {model: each.lut.model.weight_bytes for model, each in wanted.items()}
-        as_it_is = expected(list(_groups(wanted, holds)), device, len(gpus), empty_w)
-        least_served = min(self._set.least_served, as_it_is.served_share)
-        plan = make_plan(demands, holds, capacity, bytes_of, device, empty_w, least_served)
-        if plan is None or not self._pays(as_it_is, plan, device):
-            return []
-        self._apply(now_ms, gpus, plan)
-        why = "fewer_gpus" if plan.outlook.used < as_it_is.used else "less_energy"
-        return [ev.Count(name="consolidations", labels={"reason": why})]
+    def _consolidate_all(self, kinds: Sequence[Sequence[str]]) -> Steps:
+        """Plan for the GPUs of each kind, and apply plans that pay. What is unsettled then is left out."""
+        actions: list[ev.Action] = []
+        for gpus in kinds:
+            actions += yield from self._consolidate([gpu for gpu in gpus if gpu in self._cluster.summaries])
+        return actions
 
-    def _capacity(self, now_ms: float, gpus: list[str]) -> Capacity:
+    def _consolidate(self, gpus: Sequence[str]) -> Steps:
+        if not gpus:
+            return []
+        capacity = self._capacity(self._now_ms, gpus)
+        survey = Survey(self._set, self._cluster, self.shelf, self.windows, gpus, capacity)
+        for _ in range(TRIES):
+            holds = self._holds(gpus)
+            while (needs := survey.needs(self._now_ms, holds)) is None:
+                yield
+                holds = self._holds(gpus)
+            if not needs:
+                break
+            device = device_for(self._cluster.summaries[next(iter(holds))].gpu_type)
+            as_it_is = self._expected(holds, needs, device)
+            least_served = min(self._set.least_served, as_it_is.served_share)
+            demands = [demand for need in needs.values() for demand in need.demands]
+            groups: list[list[Demand]] | None = None
+            for found in groupings(demands, len(holds), capacity, least_served):
+                groups = found
+                yield
+            if groups is None:
+                break
+            if self._holds(list(holds)) != holds:
+                continue
+            bytes_of = {model: need.spec.weight_bytes for model, need in needs.items()}
+            plan = assigned(groups, holds, bytes_of, device, self._empty_w(device))
+            if not self._pays(as_it_is, plan, device):
+                break
+            if not self._can_follow(holds, needs, plan):
+                return [ev.Count(name="consolidations_refused")]
+            self._apply(self._now_ms, holds.keys(), plan)
+            return _told(as_it_is, plan.outlook)
+        return []
+
+    def _holds(self, gpus: Sequence[str]) -> dict[str, list[str]]:
+        """Return what the settled ones of these GPUs have."""
+        working = set(self._cluster.working_gpus())
+        settled = (gpu for gpu in gpus if gpu in working and self._is_settled(gpu))
+        return {gpu: self._cluster.placed_on(gpu) for gpu in settled}
+
+    def _capacity(self, now_ms: float, gpus: Sequence[str]) -> Capacity:
         """Return SM_eff and M_eff (3.5.2), and no more SMs than have proved enough."""
         if now_ms - self._learnt_ms >= self._set.forget_ms:
             self._learnt_pct = 100.0
@@ -166,11 +223,25 @@ class Consolidation:
         total_bytes = min(self._cluster.summaries[gpu].total_bytes for gpu in gpus)
         return Capacity(min(100.0 * (1.0 - margin), self._learnt_pct), usable_bytes(total_bytes, margin))
 
-    def _wanted(self, now_ms: float, gpu: str, model: str) -> Wanted:
-        spec, load = self._cluster.models[model], self.windows.load(now_ms, model)
-        lut = self.shelf.get(self._cluster.summaries[gpu].gpu_type, spec)
-        objectives = spec.objectives or objectives_for(round(load.input_tokens) if load else 0)
-        return Wanted(lut, load, objectives, self._cluster.kv_bytes(gpu), self._set.burst_sigmas)
+    def _empty_w(self, device: Device) -> float:
+        return idle_power_w(device, self._set.empty_state)
+
+    def _expected(
+        self, holds: Mapping[str, Sequence[str]], needs: Mapping[str, Need], device: Device
+    ) -> Outlook:
+        """Return what is to be expected if all stays as it is."""
+        groups = [[needs[model].now for model in held] for held in holds.values()]
+        return expected(groups, device, len(holds), self._empty_w(device))
+
+    def _can_follow(self, holds: Mapping[str, Sequence[str]], needs: Mapping[str, Need], plan: Plan) -> bool:
+        cluster = self._cluster
+        return can_follow(
+            holds,
+            plan.on_gpu,
+            {gpu: cluster.free_bytes(gpu, held) for gpu, held in holds.items()},
+            cluster.need_bytes,
+            {model for model, need in needs.items() if need.is_idle or need.copies < need.of},
+        )
 
     def _pays(self, as_it_is: Outlook, plan: Plan, device: Device) -> bool:
         """Say whether a plan, which keeps the objectives, is worth its moves."""
@@ -183,67 +254,33 @@ class Consolidation:
         moved_j = plan.sent_ms / 1000.0 * device.context_idle_w
         return saved_w * self._set.window_ms / 1000.0 > moved_j
 
-    def _apply(self, now_ms: float, gpus: list[str], plan: Plan) -> None:
+    def _apply(self, now_ms: float, gpus: AbstractSet[str], plan: Plan) -> None:
         cluster = self._cluster
-        kept = [instance for instance in cluster.instances() if not set(instance.gpus) & set(gpus)]
+        kept = [instance for instance in cluster.instances() if not gpus & set(instance.gpus)]
         fresh = [
             Instance(model=model, gpus=(gpu,)) for gpu in gpus for model in sorted(plan.on_gpu.get(gpu, ()))
         ]
         cluster.replace([*kept, *fresh])
-        cluster.resting = {gpu for gpu in cluster.working_gpus() if not cluster.on_gpu(gpu)}
+        cluster.rest_empty()
         self._tried, self._too_little = (plan.fullest_pct, self._rate_per_s(now_ms)), False
         self._not_before_ms = now_ms + self._set.dwell_ms
 
     # ---- more GPUs
 
-    def _relieve(self, now_ms: float) -> list[ev.Action]:
-        """Spread the models of GPUs that have been crowded for some time, while others rest."""
-        full_pct = 100.0 * (1.0 - self._set.safety_margin)
-        actions: list[ev.Action] = []
-        for gpu in self._cluster.working_gpus() if self._cluster.resting else ():
-            if sum(engine.sm_share_pct for engine in self._running(gpu)) <= full_pct:
-                self._crowded_ms.pop(gpu, None)
-                continue
-            lasts_ms = now_ms - self._crowded_ms.setdefault(gpu, now_ms)
-            if lasts_ms >= self._set.crowded_ms and self.spread(now_ms, gpu):
-                actions.append(ev.Count(name="spreads"))
-        return actions
-
     def spread(self, now_ms: float, gpu: str) -> bool:
-        """Move some models of a GPU to a resting one of its kind, halving what is needed; says if it did."""
-        cluster = self._cluster
-        mine = cluster.summaries[gpu]
-        resting = (cluster.summaries[each] for each in sorted(cluster.resting & cluster.summaries.keys()))
-        room = next((s.gpu for s in resting if (s.engine, s.gpu_type) == (mine.engine, mine.gpu_type)), None)
-        instances = [instance for instance in cluster.on_gpu(gpu) if len(instance.gpus) == 1]
-        if room is None or len(instances) < 2:
-            return False
-        needs_pct = {engine.model: 1 + engine.sm_share_pct for engine in self._running(gpu)}
-        free_bytes = cluster.free_bytes(room, sorted(cluster.loaded_on(room)))
-        stays_pct = goes_pct = 0
-        for instance in sorted(instances, key=lambda i: (-needs_pct.get(i.model, 1), i.model)):
-            pct, need_bytes = needs_pct.get(instance.model, 1), cluster.need_bytes(room, instance.model)
-            if stays_pct <= goes_pct or need_bytes > free_bytes:
-                stays_pct += pct
-                continue
-            cluster.remove(instance)
-            cluster.add(Instance(model=instance.model, gpus=(room,)))
-            goes_pct += pct
-            free_bytes -= need_bytes
-        cluster.resting.discard(room)
-        self._crowded_ms.pop(gpu, None)
-        self.disturbed(now_ms)
-        return True
-
-    def _running(self, gpu: str) -> list[EngineSummary]:
-        """Return the engines with work on a GPU, without those that are about to leave it."""
-        placed = self._cluster.placed_on(gpu)
-        return [e for e in self._cluster.summaries[gpu].engines if e.running and e.model in placed]
+        """Move some models of a GPU to a resting one; says if it did. It consolidates no more for a time."""
+        spread = self._relief.spread(gpu)
+        if spread:
+            self.disturbed(now_ms)
+        return spread
 
 
-def _groups(wanted: dict[str, Wanted], holds: dict[str, list[str]]) -> Iterator[list[Demand]]:
-    """Yield the demands on each GPU as they are placed now; instances share a model's load evenly."""
-    count = {model: sum(model in held for held in holds.values()) for model in wanted}
-    one_of = {model: each.copies(count[model])[0] for model, each in wanted.items()}
-    for held in holds.values():
-        yield [one_of[model] for model in held]
+def _told(before: Outlook, then: Outlook) -> list[ev.Action]:
+    """Return what is told of a plan that is applied: the paper's objective, and the power by the tables."""
+    why = "fewer_gpus" if then.used < before.used else "less_energy"
+    actions: list[ev.Action] = [ev.Count(name="consolidations", labels={"reason": why})]
+    for placement, outlook in (("left", before), ("planned", then)):
+        labels = {"placement": placement}
+        actions.append(ev.Count(name="consolidation_ewr", labels=labels, value=outlook.ewr))
+        actions.append(ev.Count(name="consolidation_power_w", labels=labels, value=outlook.power_w))
+    return actions

@@ -57,11 +57,14 @@ class ConsolidatorCore:
         self._announce = True
         self._planned = False
         self._next_tick_ms = 0.0
+        self._go_on_ms = 0.0
 
     @property
     def wake_ms(self) -> float | None:
-        """When to look again; None while the bus is lost."""
-        return None if self._bus_lost else self._next_tick_ms
+        """When to look again, or to go on with a look at the whole; None while the bus is lost."""
+        if self._bus_lost:
+            return None
+        return min(self._next_tick_ms, self._go_on_ms) if self._consolidation.at_work else self._next_tick_ms
 
     @property
     def leading(self) -> bool:
@@ -81,15 +84,14 @@ class ConsolidatorCore:
         only_gpu = ""
         if isinstance(event, ev.SummaryChanged) and event.summary.gpu in self._cluster.summaries:
             only_gpu = event.summary.gpu
+        goes_on = isinstance(event, ev.Tick) and self._consolidation.at_work and now_ms < self._next_tick_ms
         if isinstance(event, ev.Tick):
-            settled = now_ms >= self._settled_ms
-            next_ms = now_ms + self._set.tick_ms
-            self._next_tick_ms = next_ms if settled else min(next_ms, self._settled_ms)
+            self._schedule(now_ms, goes_on)
         self._absorb(now_ms, event, orders)
         if self._bus_lost:
             return []
         actions: list[ev.Action] = []
-        if isinstance(event, ev.Tick):
+        if isinstance(event, ev.Tick) and not goes_on:
             alive = ev.ConsolidatorAlive(consolidator=self._id, placement_version=self._placement.version)
             actions.append(ev.Send(to=self._id, message=alive))
         if isinstance(event, ev.ConsolidatorAlive) and event.placement_version < self._placement.version:
@@ -102,9 +104,22 @@ class ConsolidatorCore:
             return []
         if isinstance(event, ev.ScaleOut):
             actions += self._upkeep.scale_out(now_ms, event)
-        self._planned = True
-        self._upkeep.look(now_ms, self._gone(orders))
-        actions += self._consolidation.look(now_ms)
+        return actions + self._decide(now_ms, goes_on, orders)
+
+    def _decide(self, now_ms: float, goes_on: bool, orders: Orders) -> list[ev.Action]:
+        """Bring the placement in step with what is known, tell it if it has changed, and give orders.
+
+        Args:
+            goes_on: only a look at the whole goes on; while it does, nothing else is looked at.
+        """
+        if goes_on:
+            actions = self._consolidation.go_on(now_ms)
+            if self._consolidation.at_work:
+                return actions
+        else:
+            self._planned = True
+            self._upkeep.look(now_ms, self._gone(orders))
+            actions = self._consolidation.look(now_ms)
         actions += self._publish()
         for gpu in self._cluster.gpus():
             actions += orders.for_gpu(now_ms, gpu, self._placement.version)
@@ -113,8 +128,17 @@ class ConsolidatorCore:
     def _start(self, now_ms: float) -> Orders:
         self._settled_ms = self._next_tick_ms = now_ms + self._set.settle_ms
         self._heard_since_ms = now_ms
+        self._consolidation.windows.listen(now_ms)
         self._orders = Orders(self._set, self._cluster, prefix=f"{self._id}.{int(now_ms)}")
         return self._orders
+
+    def _schedule(self, now_ms: float, goes_on: bool) -> None:
+        """Set when the next ticks are due; one with which a look goes on is not one of the regular ones."""
+        self._go_on_ms = now_ms + self._set.survey_gap_ms
+        if not goes_on:
+            next_ms = now_ms + self._set.tick_ms
+            settled = now_ms >= self._settled_ms
+            self._next_tick_ms = next_ms if settled else min(next_ms, self._settled_ms)
 
     def _leads(self, now_ms: float) -> bool:
         """Say whether this replica leads; when it begins to, its placement gets a version above all others.
@@ -126,6 +150,9 @@ class ConsolidatorCore:
             version = max(self._placement.version + 1, int(now_ms))
             self._placement = replace(self._placement, version=version)
             self._announce, self._planned = True, False
+            self._consolidation.take_over()
+        elif not leads:
+            self._consolidation.stop()
         self._leading = leads
         return leads
 
@@ -134,6 +161,9 @@ class ConsolidatorCore:
     def _absorb(self, now_ms: float, event: ev.Message | ev.Event, orders: Orders) -> None:
         cluster = self._cluster
         if isinstance(event, ev.Message):
+            # Not a word from anybody, our own heartbeat included: it is us who stood still or were cut off.
+            if now_ms - self._heard_until_ms >= self._set.gpu_gone_ms / 2:
+                self._excuse(now_ms)
             self._heard_until_ms = now_ms
         match event:
             case ev.SummaryChanged(summary=summary):
@@ -166,10 +196,14 @@ class ConsolidatorCore:
                 self._bus_lost = True
             case ev.BusRestored():
                 self._bus_lost, self._announce = False, True
-                self._heard_since_ms = now_ms
+                self._excuse(now_ms)
                 self._consolidation.windows.restart(now_ms)
-                self._election.excuse(now_ms)
                 self._next_tick_ms = max(now_ms, self._settled_ms)
+
+    def _excuse(self, now_ms: float) -> None:
+        """Start all silences anew: what was sent meanwhile is lost or unread."""
+        self._heard_since_ms = now_ms
+        self._election.excuse(now_ms)
 
     def _hear(self, now_ms: float, summary: GpuSummary, orders: Orders) -> None:
         known = self._cluster.summaries.get(summary.gpu)

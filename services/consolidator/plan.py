@@ -3,9 +3,8 @@
 From what models need and what GPUs hold to a placement, and what is to be expected of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from services.consolidator.capacity import Capacity, least_gpus
 from services.consolidator.demand import Demand
@@ -38,14 +37,12 @@ class Plan:
 
     Args:
         fullest_pct: percent of the SMs used, of the GPU on which most are.
-        least: (N_sm, N_mem) of capacity planning.
         sent_ms: time to bring in what GPUs lack, one after another.
     """
 
     on_gpu: dict[str, list[str]]
     outlook: Outlook
     fullest_pct: float
-    least: tuple[int, int]
     sent_ms: float
 
 
@@ -60,44 +57,65 @@ def expected(groups: Sequence[Group], device: Device, gpus: int, empty_w: float)
     )
 
 
-def make_plan(
-    demands: Sequence[Demand],
-    holds: Mapping[str, Sequence[str]],
-    capacity: Capacity,
-    bytes_of: Mapping[str, int],
-    device: Device,
-    empty_w: float,
-    least_served: float = 0.0,
-) -> Plan | None:
-    """Plan where these demands go; None if they take more GPUs than there are.
+def groupings(
+    demands: Sequence[Demand], most: int, capacity: Capacity, least_served: float = 0.0
+) -> Iterator[list[list[Demand]] | None]:
+    """Look for the fewest GPUs, `most` at most, on which objectives hold.
 
-    It is N GPUs as long as objectives hold there, and more if not; models are grouped by clock as long as
-    objectives hold then, and else spread.
+    Capacity planning says where that begins. If it is more, the number is searched for by halves, though
+    packing is a heuristic and a smaller one may be missed. On each number of GPUs models are grouped by clock
+    as long as objectives hold then, and else spread. It is done a step at a time, for a step is long.
 
     Args:
         demands: each fits onto an empty GPU.
-        holds: by GPU, the models that it has now.
-        bytes_of: what has to be sent for each model.
-        empty_w: power of a GPU without a model.
         least_served: the least `served_share` of any GPU with which objectives hold.
+
+    Yields:
+        After each number of GPUs, who goes together on the fewest so far; None as long as there is no way.
     """
-    least = least_gpus(demands, capacity)
-    for gpus, spread in product(range(max(least), len(holds) + 1), (False, True)):
-        groups = [group for group in pack(demands, gpus, capacity, spread).groups if group]
-        if len(groups) <= len(holds) and min(map(served_share, groups), default=1.0) >= least_served:
-            return _on_gpus(groups, least, holds, bytes_of, device, empty_w)
-    return None
+
+    def on(gpus: int) -> list[list[Demand]] | None:
+        for spread in (False, True):
+            groups = [group for group in pack(demands, gpus, capacity, spread).groups if group]
+            if len(groups) <= most and min(map(served_share, groups), default=1.0) >= least_served:
+                return groups
+        return None
+
+    least = max(least_gpus(demands, capacity))
+    if least > most:
+        yield None
+        return
+    found = on(least)
+    yield found
+    if found is not None or least == most:
+        return
+    found = on(most)
+    yield found
+    too_few, enough, stride = least, most, 1
+    while found is not None and enough - too_few > 1:
+        gpus = min(too_few + stride, (too_few + enough) // 2)  # it is mostly a few more
+        better = on(gpus)
+        if better is None:
+            too_few, stride = gpus, 2 * stride
+        else:
+            found, enough = better, gpus
+        yield found
 
 
-def _on_gpus(
-    groups: list[list[Demand]],
-    least: tuple[int, int],
+def assigned(
+    groups: Sequence[Sequence[Demand]],
     holds: Mapping[str, Sequence[str]],
     bytes_of: Mapping[str, int],
     device: Device,
     empty_w: float,
 ) -> Plan:
-    """Give groups to the GPUs that lack least of them."""
+    """Give groups to the GPUs that lack least of them.
+
+    Args:
+        holds: by GPU, the models that it has now; there are no more groups than GPUs.
+        bytes_of: what has to be sent for each model.
+        empty_w: power of a GPU without a model.
+    """
     names = [[demand.model for demand in group] for group in groups]
     gpus = list(holds)
     bandwidths = [device.host_bytes_per_ms] * len(gpus)
@@ -107,6 +125,5 @@ def _on_gpus(
         on_gpu={gpus[row]: names[column] for column, row in enumerate(chosen)},
         outlook=expected(groups, device, len(gpus), empty_w),
         fullest_pct=max((sum(demand.sm_pct for demand in group) for group in groups), default=0.0),
-        least=least,
         sent_ms=float(sum(costs[row, column] for column, row in enumerate(chosen))),
     )

@@ -31,7 +31,9 @@ class ConsolidatorSettings(Struct):
         window_ms: window over which each model's load is known (3.5.2: 5 minutes).
         observe_ms: least time of hearing before anything is concluded from that.
         consolidate_ms: slow period of looking, beside the ends of keep-alives.
-        trigger_gap_ms: least time between two looks.
+        trigger_gap_ms: least time between two looks, and the longest that one waits for GPUs that change.
+        survey_models: models whose needs are found in one go, at 10 ms each.
+        survey_gap_ms: time for other work between two such goes, and between other steps of a look.
         dwell_ms: least time until the next change after a change, and after GPUs proved too few.
         caution: part by which GPUs are filled less after they proved too few while the load had not risen
             by more than this part.
@@ -65,6 +67,8 @@ class ConsolidatorSettings(Struct):
     observe_ms: float = 120_000.0
     consolidate_ms: float = 60_000.0
     trigger_gap_ms: float = 10_000.0
+    survey_models: int = 8
+    survey_gap_ms: float = 10.0
     dwell_ms: float = 120_000.0
     caution: float = 0.25
     forget_ms: float = 3_600_000.0
@@ -89,4 +93,5 @@ class ConsolidatorSettings(Struct):
         for name in ("least_saving", "burst_sigmas"):
             if getattr(self, name) < 0.0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}")
+        require_positive(self, ["survey_models"])
         require_positive(self, (name for name in self.__struct_fields__ if name.endswith("_ms")))

@@ -67,8 +67,8 @@ class Upkeep:
 
     def look(self, now_ms: float, gone: Collection[str]) -> None:
         """Bring the placement in step; `gone` are GPUs that are there no more."""
-        self._clear_gpus(now_ms, gone)
         self._forget_removed()
+        self._clear_gpus(now_ms, gone)
         self._expire_idle(now_ms)
         self._keep_used(now_ms)
         self._place_wanted(now_ms)
@@ -86,6 +86,8 @@ class Upkeep:
         If consolidation has crowded its GPU, that is undone; else the model gets another instance.
         """
         name = event.model
+        if name not in self._cluster.models:
+            return []
         gpus = self._cluster.healthy(name)
         engines = [self._cluster.engine(gpu, name) for gpu in gpus]
         rested_ms = now_ms - self._scaled_ms.get(name, float("-inf"))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from shared.model import Request, RequestEnd
 
 
-@dataclass
+@dataclass(slots=True)
 class Owned:
     """A request in flight. `gpu` is empty until one has admitted the current attempt.
 

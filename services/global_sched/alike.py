@@ -136,6 +136,7 @@ class Groups:
     def __init__(self, curves: Curves) -> None:
         self.curves = curves
         self.members: list[list[tuple[int, str, Member]]] = []
+        self.held = 0  # members of all groups
         self._ids: dict[tuple[int, int, int], int] = {}
         self._prefill: list[tuple[Curve, Curve]] = []
         inputs, contexts = len(curves.inputs.points), len(curves.contexts.points)
@@ -187,6 +188,7 @@ class Groups:
         """Put a GPU into its group. What it has at its highest clock is worked out when it is asked for."""
         group = member.group
         insort(self.members[group], (*member.place, member))
+        self.held += 1
         self._absent_j[group] = 0.0
         if member.free_bytes > self._most_free[group]:
             self._most_free[group] = member.free_bytes
@@ -198,6 +200,7 @@ class Groups:
         """Take a GPU out of its group, whose bounds stay as they are as long as it has others."""
         members = self.members[member.group]
         del members[bisect_left(members, member.place)]
+        self.held -= 1
         self._most_free[member.group] = -members[0][0] if members else 0.0
         if not members:
             self._absent_j[member.group] = np.inf

@@ -81,13 +81,8 @@ class GlobalSchedCore:
             case ev.SummaryChanged(summary=summary):
                 return self._summary(now_ms, summary)
             case ev.RequestEnded():
-                if event.output_tokens and event.model in self._fleet.models:
-                    self._placing.served(now_ms, event.model)
-                if event.outcome == "stop":  # it ended of itself, so its length says something
-                    self._predictor.observe(event.model, event.input_tokens, event.output_tokens)
-                    if not self._unsaved:
-                        self._save_ms = now_ms + self._settings.prediction_save_ms
-                    self._unsaved.add(event.model)
+                if event.model in self._fleet.models:  # else it is gone, and so is what was learnt of it
+                    self._ended(now_ms, event)
                 return []
             case ev.LutRead(packed=packed):
                 lut = unpack(packed)
@@ -191,6 +186,15 @@ class GlobalSchedCore:
         lut = self._fleet.lut(view.summary.gpu_type, model)
         needed_bytes = lut.request_bytes(ask.request.context_tokens + 1) if lut else math.inf
         return view.engines[model].free_kv_bytes >= needed_bytes
+
+    def _ended(self, now_ms: float, event: ev.RequestEnded) -> None:
+        if event.output_tokens:
+            self._placing.served(now_ms, event.model)
+        if event.outcome == "stop":  # it ended of itself, so its length says something
+            self._predictor.observe(event.model, event.input_tokens, event.output_tokens)
+            if not self._unsaved:
+                self._save_ms = now_ms + self._settings.prediction_save_ms
+            self._unsaved.add(event.model)
 
     def _removed(self, now_ms: float, name: str) -> list[ev.Action]:
         self._fleet.remove(name)

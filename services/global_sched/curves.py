@@ -6,7 +6,6 @@ differ. So what is kept is, per point and batch, one curve over the length: star
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -115,9 +114,3 @@ class Curves:
             powers = ((power_w - not_ours_w) / batch).tolist()
         flat = [0.0] * len(times)  # where it cannot run, a time is infinite and does not rise further
         return Curve(times, _slopes(times, True) if runs else flat, powers, _slopes(powers, False))
-
-
-@lru_cache(maxsize=1024)
-def curves_of(lut: Lut) -> Curves:
-    """Return the curves of a table, made once."""
-    return Curves(lut)

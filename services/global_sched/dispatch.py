@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from services.global_sched.estimate import Candidate, LutOf, Work, estimate, feasible
+from services.global_sched.estimate import Candidate, CurvesOf, Work, estimate, feasible
 from services.global_sched.view import GpuView
 from shared.model import Objectives, Struct
 
@@ -72,19 +72,19 @@ class Decision(Struct):
     seen: tuple[Candidate, ...] = ()
 
 
-def decide(views: Sequence[GpuView], work: Work, lut_of: LutOf, now_ms: float, tie: float) -> Decision:
+def decide(views: Sequence[GpuView], work: Work, curves_of: CurvesOf, now_ms: float, tie: float) -> Decision:
     """Run the three phases over the GPUs that have the model ready.
 
     Args:
-        views: at least one; all with a LUT for the work's model.
+        views: at least one; all with a table for the work's model.
 
     Cost: linear in the GPUs that have the model; phase three doubles it.
     """
-    present = tuple([estimate(v, work, lut_of, now_ms) for v in views])
+    present = tuple([estimate(v, work, curves_of, now_ms) for v in views])
     chosen = least_energy(present, work.objectives, tie)
     if chosen is not None:
         return Decision(chosen, "lowest_latency" if chosen.energy_j is None else "least_energy", present)
-    boosted = tuple([estimate(v, work, lut_of, now_ms, boost=True) for v in views])
+    boosted = tuple([estimate(v, work, curves_of, now_ms, boost=True) for v in views])
     chosen = first_in_time(boosted, work.objectives)
     if chosen is not None:
         return Decision(chosen, "f_max", boosted)

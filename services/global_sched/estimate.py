@@ -9,14 +9,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 
-from services.global_sched.curves import Curve, Curves, curves_of
+from services.global_sched.curves import Curve, Curves
 from services.global_sched.view import GpuView
-from shared.lut import Lut
 from shared.model import Objectives, Struct
 from shared.silicon import contention
 
-LutOf = Callable[[str, str], Lut | None]
-"""From GPU type and model name to the table; None if the model is not known."""
+CurvesOf = Callable[[str, str], Curves | None]
+"""From GPU type and model name to the table's curves; None if the model is not known."""
 
 IN_CHUNKS = 1.1
 """Prompts that wait are computed in chunks, with decodes between: so much longer than in one step."""
@@ -149,26 +148,25 @@ class Stance(Struct):
         return until_ms, least_ms
 
 
-def stance(view: GpuView, model: str, share_pct: int, lut_of: LutOf, boost: bool) -> Stance:
+def stance(view: GpuView, model: str, share_pct: int, curves_of: CurvesOf, boost: bool) -> Stance:
     """Return how a GPU stands for a model's next request, at its clock or its highest; kept with the view."""
     known = view.stances.setdefault(model, {})
     found = known.get((share_pct, boost))
     if found is None:
-        found = known[share_pct, boost] = _stance(view, model, share_pct, lut_of, boost)
+        found = known[share_pct, boost] = _stance(view, model, share_pct, curves_of, boost)
     return found
 
 
-def _stance(view: GpuView, model: str, share_pct: int, lut_of: LutOf, boost: bool) -> Stance:
+def _stance(view: GpuView, model: str, share_pct: int, curves_of: CurvesOf, boost: bool) -> Stance:
     summary, engine = view.summary, view.engines[model]
-    lut = lut_of(summary.gpu_type, model)
-    assert lut is not None, f"no look-up table for {model}, which is being dispatched"
-    curves = curves_of(lut)
+    curves = curves_of(summary.gpu_type, model)
+    assert curves is not None, f"no look-up table for {model}, which is being dispatched"
     clock_mhz = summary.sm_clock_mhz
     if boost:
-        clock_mhz = max(clock_mhz, lut.device.f_max_mhz)
+        clock_mhz = max(clock_mhz, curves.lut.device.f_max_mhz)
     beside = (model, share_pct, clock_mhz)
     if beside not in view.beside:
-        view.beside[beside] = _beside(view, model, share_pct, clock_mhz, lut_of)
+        view.beside[beside] = _beside(view, model, share_pct, clock_mhz, curves_of)
     bandwidth, compute, keeps = view.beside[beside]
     prefill = curves.prefill(clock_mhz, share_pct)
     due_ms, computed_ms, late_ms, per_ms = [], [0.0], 0.0, IN_CHUNKS / compute
@@ -202,7 +200,7 @@ def _stance(view: GpuView, model: str, share_pct: int, lut_of: LutOf, boost: boo
 
 
 def _beside(
-    view: GpuView, model: str, share_pct: int, clock_mhz: int, lut_of: LutOf
+    view: GpuView, model: str, share_pct: int, clock_mhz: int, curves_of: CurvesOf
 ) -> tuple[float, float, bool]:
     """Return (bandwidth scale, compute scale, whether the other models' engines keep their TBT).
 
@@ -211,33 +209,32 @@ def _beside(
     others = [e for e in view.engines.values() if e.running and e.model != model]
     if not others:
         return 1.0, 1.0, True
-    lut = lut_of(view.summary.gpu_type, model)
-    assert lut is not None
+    curves = curves_of(view.summary.gpu_type, model)
+    assert curves is not None
     shares = [share_pct / 100, *(engine.sm_share_pct / 100 for engine in others)]
-    bandwidth, compute = contention(lut.device, shares)
+    bandwidth, compute = contention(curves.lut.device, shares)
     for engine in others:
-        other = lut_of(view.summary.gpu_type, engine.model)
+        other = curves_of(view.summary.gpu_type, engine.model)
         if other is None or not engine.tightest_tbt_ms or not engine.sm_share_pct:
             continue
-        curves = curves_of(other)
-        step = curves.decode(clock_mhz, engine.sm_share_pct, engine.running)
-        at = curves.contexts.locate(engine.context_tokens / engine.running)
+        step = other.decode(clock_mhz, engine.sm_share_pct, engine.running)
+        at = other.contexts.locate(engine.context_tokens / engine.running)
         if step.ms_at(*at) / bandwidth > engine.tightest_tbt_ms:
             return bandwidth, compute, False
     return bandwidth, compute, True
 
 
-def estimate(view: GpuView, work: Work, lut_of: LutOf, now_ms: float, boost: bool = False) -> Candidate:
+def estimate(view: GpuView, work: Work, curves_of: CurvesOf, now_ms: float, boost: bool = False) -> Candidate:
     """Return what a request would meet on a GPU at its current clock, or at its highest with `boost`."""
-    lut = lut_of(view.summary.gpu_type, work.model)
-    assert lut is not None, f"no look-up table for {work.model}, which is being dispatched"
-    kv_bytes = lut.request_bytes(work.input_tokens + work.output_tokens)
+    curves = curves_of(view.summary.gpu_type, work.model)
+    assert curves is not None, f"no look-up table for {work.model}, which is being dispatched"
+    kv_bytes = curves.lut.request_bytes(work.input_tokens + work.output_tokens)
     available_ms, share_pct = view.available(work.model, kv_bytes, now_ms)
     if share_pct == 0:
         never, clock_mhz = math.inf, view.summary.sm_clock_mhz
-        energy_j = never if lut.device.has_meter else None
+        energy_j = never if curves.lut.device.has_meter else None
         return Candidate(view.gpu, never, never, never, True, energy_j, never, view.free_bytes, 0, clock_mhz)
-    return meet(view, stance(view, work.model, share_pct, lut_of, boost), work, now_ms, available_ms)
+    return meet(view, stance(view, work.model, share_pct, curves_of, boost), work, now_ms, available_ms)
 
 
 def meet(view: GpuView, at: Stance, work: Work, now_ms: float, available_ms: float) -> Candidate:

@@ -1,11 +1,13 @@
 """Which GPUs serve which model (3.3): what summaries, placements, registrations and tables say together.
 
-Of a model with many GPUs a `Pool` is kept, made at its first dispatch and from then on changed with each of
-its GPUs; a few are looked at one by one.
+Of a model with many GPUs pools are kept, made at its first dispatch and from then on changed with each of its
+GPUs; a few are looked at one by one.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from services.global_sched.curves import Curves
 from services.global_sched.pools import Pool
 from services.global_sched.settings import GlobalSettings
 from services.global_sched.view import ClusterView, GpuView, Reservation
@@ -16,6 +18,26 @@ from shared.shelf import Shelf
 
 FEW = 8
 """So many GPUs are looked at one by one: that takes no longer than a search, and nothing need be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """The GPUs that serve one model.
+
+    Args:
+        placed: those that are to have it.
+        others: those that are to give it up, used while none of the former is heard of.
+        unmetered: those whose energy is not known; while there are any, all are looked at one by one.
+    """
+
+    placed: Pool
+    others: Pool
+    unmetered: set[str] = field(default_factory=set)
+
+    def remove(self, gpu: str) -> None:
+        self.placed.remove(gpu)
+        self.others.remove(gpu)
+        self.unmetered.discard(gpu)
 
 
 class Fleet:
@@ -37,8 +59,8 @@ class Fleet:
         self._placed: dict[str, set[str]] = {}
         self._max_queued = settings.max_queued
         self._shelf = Shelf(luts)
-        self._luts: dict[tuple[str, str], Lut | None] = {}
-        self._pools: dict[str, Pool] = {}
+        self._curves: dict[str, dict[str, Curves | None]] = {}  # by model and GPU type
+        self._pools: dict[str, _Serving] = {}  # by model
         self._largest_bytes = 0  # of any request in a pool
 
     # ---- what changes
@@ -47,28 +69,32 @@ class Fleet:
         """A model exists, or exists otherwise than before."""
         if self.models.get(model.name) != model:
             self.models[model.name] = model
-            self._start_over()
+            self._start_over(model.name)
 
     def remove(self, name: str) -> None:
         """A model exists no longer."""
         self.models.pop(name, None)
-        self._start_over()
+        self._start_over(name)
 
     def place(self, placement: Placement) -> None:
         """Take a placement; an older one than that known changes nothing."""
-        if placement.version >= self._placement.version:
-            changed = placement.drained != self._placement.drained
-            self._placement = placement
-            self._placed = {}
-            for instance in placement.instances:
-                self._placed.setdefault(instance.model, set()).update(instance.gpus)
-            if changed:
-                self._pools.clear()
+        if placement.version < self._placement.version:
+            return
+        drained, placed = set(self._placement.drained), self._placed
+        self._placement, self._placed = placement, {}
+        for instance in placement.instances:
+            self._placed.setdefault(instance.model, set()).update(instance.gpus)
+        drained ^= set(placement.drained)
+        for name in self._pools:
+            for gpu in sorted(drained | placed.get(name, set()) ^ self._placed.get(name, set())):
+                view = self.view.known(gpu)
+                if view is not None and name in view.engines:
+                    self._changed(view, name)
 
     def put_lut(self, lut: Lut) -> str:
         """Take a stored table; returns why it is of no use, or an empty string."""
         unusable = self._shelf.put(lut)
-        self._start_over()
+        self._start_over(lut.model.name)
         return unusable
 
     def restore(self, now_ms: float) -> None:
@@ -76,20 +102,30 @@ class Fleet:
         self.view.restore(now_ms)
         self._pools.clear()
 
-    def _start_over(self) -> None:
-        self._luts.clear()
-        self._pools.clear()
-        self.view.forget_stances()
+    def _start_over(self, name: str) -> None:
+        """A model or its table is not what it was: drop what was made of it, and what stands beside it."""
+        self._curves.pop(name, None)
+        self._pools.pop(name, None)
+        for view in self.view.having(name):
+            view.forget_stances()
+            self._changed(view)
 
     def hear(self, now_ms: float, summary: GpuSummary) -> GpuView | None:
         """Take a summary in; None if a newer one of that GPU is known."""
+        for gone in self.view.forget(now_ms):
+            self._left(gone.gpu, set(gone.engines))
+        known = self.view.known(summary.gpu)
+        had = set(known.engines) if known else set()
         view = self.view.hear(now_ms, summary)
         if view is not None:
-            for name, pool in self._pools.items():
-                if name not in view.engines:
-                    pool.remove(view.gpu)
+            self._left(view.gpu, had - view.engines.keys())
             self._changed(view)
         return view
+
+    def _left(self, gpu: str, models: set[str]) -> None:
+        """A GPU has these models no longer."""
+        for name in models & self._pools.keys():
+            self._pools[name].remove(gpu)
 
     def reserve(self, view: GpuView, reservation: Reservation) -> int:
         """Count a dispatch on a GPU; returns its number."""
@@ -109,19 +145,21 @@ class Fleet:
 
     def _changed(self, view: GpuView, model: str | None = None) -> None:
         """Put a GPU right in the pools of all its models, or of one."""
-        if not self._pools:
-            return
         for name in view.engines if model is None else (model,):
-            pool = self._pools.get(name)
-            if pool is None:
+            serving = self._pools.get(name)
+            if serving is None:
                 continue
+            serving.remove(view.gpu)
+            spec = self.models[name]
             lut = self.lut(view.summary.gpu_type, name)
-            if lut is not None and not lut.device.has_meter:
-                del self._pools[name]
-            elif self._serves(view, self.models[name]):
-                pool.put(view)
-            else:
-                pool.remove(view.gpu)
+            if lut is None or not self._serves(view, spec):
+                continue
+            if not lut.device.has_meter:
+                serving.unmetered.add(view.gpu)
+                continue
+            is_placed = view.gpu in self._placed.get(name, ())
+            (serving.placed if is_placed else serving.others).put(view)
+            self._largest_bytes = max(self._largest_bytes, lut.request_bytes(spec.context_tokens))
 
     # ---- what is so
 
@@ -135,23 +173,20 @@ class Fleet:
         return [view for view in views if view.gpu in placed] or views
 
     def pool(self, now_ms: float, spec: ModelSpec) -> Pool | None:
-        """Return the pool of a model; None if its GPUs are few, or of a kind whose energy is not known."""
-        if self.view.count(spec.name) <= FEW:
-            self._pools.pop(spec.name, None)
+        """Return the pool of those GPUs; None if they are few, or the energy of one is not known."""
+        name = spec.name
+        if self.view.count(name) <= FEW:
+            self._pools.pop(name, None)
             return None
-        pool = self._pools.get(spec.name)
-        if pool is not None:
-            return pool
-        views = self.serving(now_ms, spec)
-        luts = [lut for view in views if (lut := self.lut(view.summary.gpu_type, spec.name)) is not None]
-        if not all(lut.device.has_meter for lut in luts):
+        serving = self._pools.get(name)
+        if serving is None:
+            placed, others = [Pool(spec, self.curves, self.view.is_stale, self._max_queued) for _ in range(2)]
+            serving = self._pools[name] = _Serving(placed, others)
+            for view in self.view.having(name):
+                self._changed(view, name)
+        if serving.unmetered:
             return None
-        largest = [lut.request_bytes(spec.context_tokens) for lut in set(luts)]
-        self._largest_bytes = max(self._largest_bytes, *largest, 0)
-        pool = self._pools[spec.name] = Pool(spec, self.lut, self.view.is_stale, self._max_queued)
-        for view in views:
-            pool.put(view)
-        return pool
+        return serving.placed if serving.placed.is_heard(now_ms) else serving.others
 
     def _serves(self, view: GpuView, spec: ModelSpec) -> bool:
         engine, summary = view.engines[spec.name], view.summary
@@ -166,11 +201,18 @@ class Fleet:
 
     def lut(self, gpu_type: str, model: str) -> Lut | None:
         """Return a model's table; None for a model or a GPU type that is not known."""
-        key = (gpu_type, model)
-        if key not in self._luts:
-            spec = self.models.get(model)
+        curves = self.curves(gpu_type, model)
+        return None if curves is None else curves.lut
+
+    def curves(self, gpu_type: str, model: str) -> Curves | None:
+        """Return the curves of that table, made once as long as the model stays as it is."""
+        spec = self.models.get(model)
+        if spec is None:
+            return None
+        known = self._curves.setdefault(model, {})
+        if gpu_type not in known:
             try:
-                self._luts[key] = None if spec is None else self._shelf.get(gpu_type, spec)
+                known[gpu_type] = Curves(self._shelf.get(gpu_type, spec))
             except ConfigError:
-                self._luts[key] = None
-        return self._luts[key]
+                known[gpu_type] = None
+        return known[gpu_type]

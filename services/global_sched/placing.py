@@ -90,7 +90,7 @@ class Placing:
             return self._overload(now_ms, ask, excess)
         views = [view for view in roomy if view.gpu not in ask.excluded] or roomy
         work = self._work(now_ms, ask, spec)
-        decision = dispatch.decide(views, work, self._fleet.lut, now_ms, self._settings.tie)
+        decision = dispatch.decide(views, work, self._fleet.curves, now_ms, self._settings.tie)
         return self._decided(now_ms, ask, work, decision, len(views))
 
     def _decided(

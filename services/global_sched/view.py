@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from services.global_sched.estimate import Stance
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def lut_for(gpu_type: str, model: ModelSpec) -> Lut:
-    """Return the look-up table of a model on a GPU type (3.2.1), built once.
+    """Return the look-up table of a model on a GPU type (3.2.1); a fleet keeps those of its models.
 
     Raises ConfigError for a type that is not known.
     """
@@ -154,6 +154,11 @@ class GpuView:
             self.reserved_requests.clear()
             self.reserved_bytes_of.clear()
 
+    def forget_stances(self) -> None:
+        """Its state, or something else that they were made from, has changed."""
+        self.stances.clear()
+        self.beside.clear()
+
     def expire(self, now_ms: float, ttl_ms: float) -> None:
         """Stop counting the dispatches that the GPU has not confirmed in time."""
         if self.reservations:
@@ -192,7 +197,6 @@ class ClusterView:
         """Take a summary in; None if a newer one of that GPU is known."""
         view = self._gpus.get(summary.gpu)
         if view is None:
-            self._forget(now_ms)  # only here does the number of GPUs grow
             view = self._gpus[summary.gpu] = GpuView(summary, now_ms)
         else:
             old = view.summary
@@ -208,8 +212,7 @@ class ClusterView:
         for model in engines:
             self._by_model.setdefault(model, {})[summary.gpu] = view
         view.engines = engines
-        view.stances.clear()
-        view.beside.clear()
+        view.forget_stances()
         view.ready_ms = {
             model: view.ready_ms.get(model, now_ms)
             for model, engine in engines.items()
@@ -221,6 +224,10 @@ class ClusterView:
         view.last_seq = max(view.last_seq, counted)  # numbers go on where an earlier run of this id ended
         return view
 
+    def known(self, gpu: str) -> GpuView | None:
+        """Return a GPU, stale or not; None if it has not been heard of, or is forgotten."""
+        return self._gpus.get(gpu)
+
     def get(self, gpu: str, now_ms: float) -> GpuView | None:
         """Return a GPU that is not stale, or None."""
         view = self._gpus.get(gpu)
@@ -231,7 +238,11 @@ class ClusterView:
 
         Cost: linear in the GPUs that have the model.
         """
-        return [v for v in self._by_model.get(model, {}).values() if not self.is_stale(v, now_ms)]
+        return [view for view in self.having(model) if not self.is_stale(view, now_ms)]
+
+    def having(self, model: str) -> list[GpuView]:
+        """Return the GPUs, silent ones among them, that have an engine for the model in whatever state."""
+        return list(self._by_model.get(model, {}).values())
 
     def count(self, model: str) -> int:
         """Return how many GPUs, silent ones among them, have an engine for the model."""
@@ -249,29 +260,27 @@ class ClusterView:
         view.drop([seq])
         return view
 
-    def forget_stances(self) -> None:
-        """Something that they were made from, other than a GPU's state, has changed."""
-        for view in self._gpus.values():
-            view.stances.clear()
-            view.beside.clear()
-
     def restore(self, now_ms: float) -> None:
         """The bus is back: every GPU gets a fresh period in which to be heard."""
         self.bus_lost = False
         for view in self._gpus.values():
             view.heard_ms = now_ms
-        self.forget_stances()
+            view.forget_stances()
 
-    def _forget(self, now_ms: float) -> None:
-        """Remove GPUs that have been silent for very long, so that ids that are gone do not add up."""
+    def forget(self, now_ms: float) -> list[GpuView]:
+        """Remove and return GPUs that have been silent for very long: ids that are gone must not add up.
+
+        They are looked for only from time to time.
+        """
         if self.bus_lost or now_ms < self._forget_ms:
-            return
-        self._forget_ms = now_ms + self._forget_after_ms / 10  # not with each of many new ones
-        for gpu, view in list(self._gpus.items()):
-            if now_ms - view.heard_ms >= self._forget_after_ms:
-                for model in view.engines:
-                    self._unindex(model, gpu)
-                del self._gpus[gpu]
+            return []
+        self._forget_ms = now_ms + self._forget_after_ms / 10
+        gone = [view for view in self._gpus.values() if now_ms - view.heard_ms >= self._forget_after_ms]
+        for view in gone:
+            for model in view.engines:
+                self._unindex(model, view.gpu)
+            del self._gpus[view.gpu]
+        return gone
 
     def _unindex(self, model: str, gpu: str) -> None:
         gpus = self._by_model[model]

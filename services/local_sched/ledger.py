@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from shared.model import ModelSpec, StairStep
 
 
-@dataclass
+@dataclass(slots=True)
 class Pool:
     """One engine's share of the memory: its weights, and the KV blocks promised to each holder.
 

@@ -13,7 +13,7 @@ MESSAGE_TOKENS = 100_000
 DELTA_OVERHEAD_TOKENS = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class Unacknowledged:
     """The tail of one attempt's output that its gateway has not confirmed."""
 

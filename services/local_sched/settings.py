@@ -80,7 +80,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     considered_prefills: int = 16
     chunk_part: float = 0.3
     pacing: Literal["off", "slack"] = "slack"
-    pace_part: float = 0.7
+    pace_part: float = 0.5
     move_ttl_ms: float = 5_000.0
     report_steps: int = 1
     oom_grace_ms: float = 20.0

@@ -38,7 +38,7 @@ class Stage(Enum):
     HELD = "held"
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """One attempt on this GPU.
 
@@ -171,7 +171,7 @@ class Inside(NamedTuple):
     ends: list[tuple[float, int, int]]
 
 
-@dataclass
+@dataclass(slots=True)
 class Engine:
     """One model on this GPU. `state` and `reason` are those of its summary.
 
@@ -245,7 +245,7 @@ class Decision(NamedTuple):
         return candidates(self.found, self.clocks_mhz)
 
 
-@dataclass
+@dataclass(slots=True)
 class State:
     """Everything, with one owner: `LocalSchedCore`. The modules beside it are functions over it.
 

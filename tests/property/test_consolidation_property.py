@@ -13,7 +13,9 @@ from services.consolidator.capacity import Capacity, best_fit_decreasing
 from services.consolidator.demand import Demand
 from services.consolidator.ewr import served_share, waste
 from services.consolidator.mapping import assign
+from services.consolidator.moves import can_follow
 from services.consolidator.pack import _Bins, pack
+from services.consolidator.plan import groupings
 
 CAPACITY = Capacity(95.0, 95)
 demand_lists = st.lists(
@@ -132,3 +134,62 @@ def test_served_share_is_that_of_all_sets_that_may_run(group: list[Demand]) -> N
     needed = sum(chance * pct for chance, pct in outcomes(group))
     found = sum(chance * min(100.0, pct) for chance, pct in outcomes(group))
     assert abs(served_share(group) - found / needed) < 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(demand_lists, st.integers(1, 12), st.sampled_from([0.0, 0.9, 0.99]))
+def test_the_search_for_the_fewest_gpus_keeps_what_it_promises(
+    drawn: list[Demand], most: int, least_served: float
+) -> None:
+    demands = numbered(drawn)
+    *_, groups = groupings(demands, most, CAPACITY, least_served)
+
+    def works(gpus: int) -> bool:
+        packings = [pack(demands, gpus, CAPACITY, spread).groups for spread in (False, True)]
+        used = [[group for group in each if group] for each in packings]
+        return any(len(u) <= most and min(map(served_share, u), default=1.0) >= least_served for u in used)
+
+    if groups is None:
+        assert not works(most)
+    else:
+        assert len(groups) <= most and sum(map(len, groups)) == len(demands)
+        assert min(map(served_share, groups), default=1.0) >= least_served
+
+
+PLACES = st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 2), st.integers(0, 2)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLACES, st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 40)), st.integers(0, 30))
+def test_a_plan_that_is_said_to_be_possible_has_an_order_of_moves(
+    places: dict[str, tuple[int, int]], sizes: dict[str, int], spare: int
+) -> None:
+    """One copy of each model, from a GPU to a GPU. Depth-first over all orders of moves that fit."""
+    need = {model: sizes.get(model, 10) for model in places}
+    totals = []
+    for gpu in range(3):
+        held = [sum(need[m] for m, at in places.items() if at[end] == gpu) for end in (0, 1)]
+        totals.append(max(*held, 1) + spare)  # both the old and the new fit
+    start = tuple(sorted((model, at[0]) for model, at in places.items()))
+    goal = tuple(sorted((model, at[1]) for model, at in places.items()))
+
+    def free(state: tuple[tuple[str, int], ...], gpu: int) -> int:
+        return totals[gpu] - sum(need[model] for model, at in state if at == gpu)
+
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        for model, at in state:
+            to = places[model][1]
+            if at != to and need[model] <= free(state, to):  # it serves there, then leaves here
+                after = tuple(sorted((m, to if m == model else where) for m, where in state))
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+
+    def held_by(state: tuple[tuple[str, int], ...]) -> dict[str, list[str]]:
+        return {str(gpu): [model for model, at in state if at == gpu] for gpu in range(3)}
+
+    free_bytes = {str(gpu): free(start, gpu) for gpu in range(3)}
+    found = can_follow(held_by(start), held_by(goal), free_bytes, lambda _, model: need[model], ())
+    assert not found or goal in seen

@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
+from functools import cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.global_sched.core import GlobalSchedCore
+from services.global_sched.curves import Curves
 from services.global_sched.dispatch import decide, first_in_time, least_energy, soonest
 from services.global_sched.estimate import Candidate, Work, estimate, feasible
 from services.global_sched.settings import GlobalSettings
@@ -77,8 +79,10 @@ def test_soonest_never_harms_others_without_need(cs):
     assert got.ttft_ms == min(c.ttft_ms for c in alike)
 
 
-def lut_of(gpu_type, model):
-    return {spec.name: lut_for(gpu_type, spec) for spec in (A, B)}.get(model)
+@cache
+def curves_of(gpu_type, model):
+    spec = {A.name: A, B.name: B}.get(model)
+    return Curves(lut_for(gpu_type, spec)) if spec else None
 
 
 @st.composite
@@ -151,10 +155,10 @@ def test_the_choice_equals_exhaustive_search(cluster, input_tokens, waited_ms, t
         for _ in range(in_flight):
             views[-1].reserve(Reservation(A.name, GIB // 8, 300, 15.0, 0.0))
     work = Work(A.name, input_tokens, 300, waited_ms, Objectives(ttft_ms=ttft_ms, tbt_ms=100.0))
-    decision = decide(views, work, lut_of, 0.0, 0.02)
+    decision = decide(views, work, curves_of, 0.0, 0.02)
 
-    now = [c for c in (estimate(v, work, lut_of, 0.0) for v in views) if feasible(c, work.objectives)]
-    boosted = [estimate(v, work, lut_of, 0.0, boost=True) for v in views]
+    now = [c for c in (estimate(v, work, curves_of, 0.0) for v in views) if feasible(c, work.objectives)]
+    boosted = [estimate(v, work, curves_of, 0.0, boost=True) for v in views]
     in_time = [c for c in boosted if feasible(c, work.objectives)]
     if now:
         least = min(c.energy_j for c in now)

@@ -59,12 +59,13 @@ class Pool:
         self.committed = 0
         self.seqs = count(1)
         self.start_migrator()
+        self.feed("g", ev.ModelRegistered(model=MODEL))
         for gpu in ("src", "dst"):
             self.start(gpu)
         self.wait(2_000.0)
 
     def start_migrator(self) -> None:
-        chosen = MigratorSettings(chunk_bytes=2 * BLOCK_BYTES, host_bytes_s=1e12)
+        chosen = MigratorSettings(chunk_bytes=8 * BLOCK_BYTES, host_bytes_s=1e12)
         self.migrator = MigratorCore("host", chosen)
         self.lives = getattr(self, "lives", 0) + 1
 
@@ -223,7 +224,7 @@ class Moves(RuleBasedStateMachine):
     @initialize(
         each=st.booleans(),
         crowd=st.sampled_from([0, 0, 1, 2]),
-        after_ms=st.floats(0.0, 45.0),
+        after_ms=st.floats(0.0, 90.0),
     )
     def begin(self, each: bool, crowd: int, after_ms: float) -> None:
         """Begin somewhere in the middle of a move, perhaps to a GPU with little memory."""
@@ -314,7 +315,7 @@ class Moves(RuleBasedStateMachine):
 
 
 TestMoves = Moves.TestCase
-TestMoves.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMoves.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 
 
 def test_on_a_good_network_a_running_request_moves_with_its_kv() -> None:

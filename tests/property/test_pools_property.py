@@ -12,7 +12,7 @@ from services.global_sched.fleet import FEW, Fleet
 from services.global_sched.settings import GlobalSettings
 from services.global_sched.view import Reservation, lut_for
 from shared.catalog import emulated_models
-from shared.model import EngineSummary, GpuSummary, Objectives, Placement, Prefills, StairStep
+from shared.model import EngineSummary, GpuSummary, Instance, Objectives, Placement, Prefills, StairStep
 
 A, B = emulated_models(2)
 GIB = 1024**3
@@ -74,6 +74,10 @@ events = st.one_of(
     st.tuples(st.just("reserve"), st.integers(0, 99), st.sampled_from([A.name, B.name])),
     st.tuples(st.just("refuse"), st.integers(0, 99), st.none()),
     st.tuples(st.just("drain"), st.integers(0, 99), st.none()),
+    st.tuples(st.just("place"), st.integers(0, 99), st.integers(0, 25)),
+    st.tuples(st.just("place"), st.integers(0, 99), st.integers(0, 25)),
+    st.tuples(st.just("silence"), st.integers(0, 99), st.floats(300.0, 2000.0)),
+    st.tuples(st.just("lose_bus"), st.just(0), st.none()),
 )
 
 
@@ -82,11 +86,12 @@ class Twin:
 
     def __init__(self, cluster):
         self.now_ms = 1e12
-        self.fleet = Fleet("s", GlobalSettings(max_queued=40), lut_for)
+        self.fleet = Fleet("s", GlobalSettings(max_queued=40, forget_after_ms=2500.0), lut_for)
         self.fleet.register(A)
         self.fleet.register(B)
         self.gpus = len(cluster)
-        self.seq = self.version = 0
+        self.seq = 0
+        self.placement = Placement(version=0)
         self.sent = []
         for index, state in enumerate(cluster):
             self.hear(index, state)
@@ -110,8 +115,30 @@ class Twin:
             self.fleet.release(*self.sent.pop(index % len(self.sent)))
 
     def drain(self, index, _):
-        self.version += 1
-        self.fleet.place(Placement(version=self.version, drained=(f"g{index % self.gpus}",)))
+        self._place(drained=(f"g{index % self.gpus}",))
+
+    def place(self, first, count):
+        """Some GPUs side by side are to have A, and no other is."""
+        gpus = (f"g{(first + i) % self.gpus}" for i in range(count))
+        self._place(instances=tuple(Instance(model=A.name, gpus=(gpu,)) for gpu in gpus))
+
+    def _place(self, **changes):
+        self.placement = replace(self.placement, version=self.placement.version + 1, **changes)
+        self.fleet.place(self.placement)
+
+    def silence(self, first, gap_ms):
+        """Only every other GPU tells of itself again after a while."""
+        self.now_ms += gap_ms
+        views = [self.fleet.view.known(f"g{i}") for i in range(first % 2, self.gpus, 2)]
+        for view in filter(None, views):
+            self.seq += 1
+            self.fleet.hear(self.now_ms, replace(view.summary, seq=self.seq))
+
+    def lose_bus(self, *_):
+        if self.fleet.view.bus_lost:
+            self.fleet.restore(self.now_ms)
+        else:
+            self.fleet.view.bus_lost = True
 
     def dispatch(self, index, work):
         skipped = {"g0"} if work.input_tokens % 3 == 0 else set()
@@ -119,12 +146,14 @@ class Twin:
             v for v in self.fleet.serving(self.now_ms, A) if v.gpu not in skipped and v.queued(A.name) < 40
         ]
         pool = self.fleet.pool(self.now_ms, A)
-        assert pool is not None
+        if pool is None:
+            assert self.fleet.view.count(A.name) <= FEW
+            return
         found = pool.decide(work, self.now_ms, skipped, 0.02, told=True)
         if not views:
             assert found is None
             return
-        expected = decide(views, work, self.fleet.lut, self.now_ms, 0.02)
+        expected = decide(views, work, self.fleet.curves, self.now_ms, 0.02)
         if found is None:
             assert expected.candidate.ttft_ms == float("inf")
             return
@@ -153,7 +182,7 @@ def test_a_members_bounds_never_exclude_what_is_feasible(state, work):
     twin = Twin([state] * (FEW + 1))
     pool = twin.fleet.pool(twin.now_ms, A)
     for view in twin.fleet.serving(twin.now_ms, A):
-        candidate = estimate(view, work, twin.fleet.lut, twin.now_ms)
+        candidate = estimate(view, work, twin.fleet.curves, twin.now_ms)
         if feasible(candidate, work.objectives):
             (groups,) = pool.groups()
             (member,) = [m for m in pool.members(view.gpu) if m.present.share_pct == candidate.sm_share_pct]

@@ -14,7 +14,7 @@ from sim.report import report
 from sim.scenario import FAST, Network, Result, Scenario, Settings
 from sim.wild import scenario
 from sim.workload import generate
-from sim.world import run
+from sim.world import World, run
 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 0.75
@@ -44,9 +44,13 @@ def test_tokens_to_the_last_moment_are_counted() -> None:
     base = scenario(5)
     cut_off = replace(base, faults=(), network=Network(), horizon_ms=4_000.0)
     local = replace(cut_off.settings.local, report_steps=32)
-    each, many = run(cut_off), run(replace(cut_off, settings=replace(cut_off.settings, local=local)))
+    world = World(replace(cut_off, settings=replace(cut_off.settings, local=local)))
+    each, many = run(cut_off), world.run()
+    devices = [node.gpu for node in world.gpus if node.gpu is not None]
+    left = [s.made_tokens for gpu in devices for e in gpu.engines.values() for s in e.sequences.values()]
+    assert len(left) > 5 and not any(left)
     counts = [sum(r.output_tokens for r in result.requests) for result in (each, many)]
-    assert counts[1] == pytest.approx(counts[0], rel=0.01)
+    assert counts[1] == many.counters["local_sched.tokens"] == pytest.approx(counts[0], rel=0.02)
 
 
 def test_the_same_seed_is_the_same_trace_whatever_python_hashes_with() -> None:

@@ -165,3 +165,15 @@ def test_election_by_hand() -> None:
     assert not election.leads(10_999.0) and election.leads(11_000.0)
     election.hear(11_000.0, "c")
     assert election.leads(11_000.0)
+
+
+def test_one_that_was_cut_off_or_stood_still_takes_nobody_for_gone() -> None:
+    for attribute in ("cut_until_ms", "still_until_ms"):
+        for name in "xy":
+            cluster = Cluster("xy")
+            cluster.run(5_000)
+            before = cluster.stored
+            setattr(cluster.replicas[name], attribute, cluster.now_ms + 4_000)
+            cluster.run(12_000)
+            settled(cluster)
+            assert cluster.stored.instances == before.instances

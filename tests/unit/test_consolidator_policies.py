@@ -9,7 +9,7 @@ from services.consolidator.demand import Demand, Wanted, need_bytes
 from services.consolidator.ewr import ewr, optimal, power_w, served_share, waste
 from services.consolidator.mapping import assign, costs_ms
 from services.consolidator.pack import Packing, pack
-from services.consolidator.plan import make_plan
+from services.consolidator.plan import assigned, groupings
 from services.consolidator.preference import prefer
 from services.consolidator.window import Load, Windows
 from shared.catalog import emulated_models
@@ -255,11 +255,12 @@ def test_a_plan_packs_onto_gpus_that_have_the_models() -> None:
     demands = [replace(each, clocks_mhz=(800.0,), watts=(10.0,)) for each in FIG_9]
     holds = {"g1": ["red"], "g2": ["blue"], "g3": ["green"], "g4": ["purple"], "g5": []}
     bytes_of = {"red": 40, "blue": 50, "green": 10, "purple": 20}
-    plan = make_plan(demands, holds, CAPACITY, bytes_of, H100, 0.0)
-    assert plan is not None and plan.least == (1, 2)
+    [groups] = groupings(demands, len(holds), CAPACITY)
+    assert groups is not None
+    plan = assigned(groups, holds, bytes_of, H100, 0.0)
     assert {gpu: set(models) for gpu, models in plan.on_gpu.items()} == {
         "g2": {"blue", "red"},  # the larger of each pair stays
         "g4": {"purple", "green"},
     }
     assert plan.outlook.used == 2
-    assert make_plan(demands, {"g1": ["red"]}, CAPACITY, bytes_of, H100, 0.0) is None
+    assert list(groupings(demands, 1, CAPACITY)) == [None]

@@ -1,10 +1,12 @@
 """The three phases of dispatch (3.3), with the numbers of Figure 6, and one GPU's estimate by hand."""
 
 import math
+from functools import cache
 
 import pytest
 from msgspec.structs import replace
 
+from services.global_sched.curves import Curves
 from services.global_sched.dispatch import (
     Decision,
     decide,
@@ -119,8 +121,10 @@ def view_of(*engines: EngineSummary, gpu_type: str = "h100-80gb", **changes: obj
     return cluster, view
 
 
-def lut_of(gpu_type: str, model: str):
-    return {spec.name: lut_for(gpu_type, spec) for spec in (A, B)}.get(model)
+@cache
+def curves_of(gpu_type: str, model: str) -> Curves | None:
+    spec = {A.name: A, B.name: B}.get(model)
+    return Curves(lut_for(gpu_type, spec)) if spec else None
 
 
 WORK = Work(
@@ -135,7 +139,7 @@ WORK = Work(
 class TestEstimate:
     def test_an_idle_gpu_is_the_table_itself(self):
         _, view = view_of(engine(A.name))
-        lut, got = lut_for("h100-80gb", A), estimate(view, WORK, lut_of, 0.0)
+        lut, got = lut_for("h100-80gb", A), estimate(view, WORK, curves_of, 0.0)
         assert got.ttft_ms == pytest.approx(7.0 + lut.ttft_ms(1155, 100, 500))
         assert got.tbt_ms == pytest.approx(lut.tbt_ms(1155, 100, 1, 600))
         assert got.energy_j == pytest.approx(lut.request_energy_j(1155, 100, 500, 200, 1))
@@ -148,9 +152,9 @@ class TestEstimate:
             StairStep(after_ms=90.0, free_bytes=need, free_sm_share_pct=40),
         )
         _, view = view_of(engine(A.name), staircase=stairs)
-        assert estimate(view, WORK, lut_of, 89.0).available_ms == 1.0
-        assert estimate(view, WORK, lut_of, 500.0).available_ms == 0.0
-        got = estimate(view, WORK, lut_of, 30.0)  # the summary is 30 ms old
+        assert estimate(view, WORK, curves_of, 89.0).available_ms == 1.0
+        assert estimate(view, WORK, curves_of, 500.0).available_ms == 0.0
+        got = estimate(view, WORK, curves_of, 30.0)  # the summary is 30 ms old
         assert (got.available_ms, got.sm_share_pct) == (60.0, 40)
         assert got.ttft_ms == pytest.approx(7.0 + 60.0 + lut_for("h100-80gb", A).ttft_ms(1155, 40, 500))
 
@@ -159,15 +163,15 @@ class TestEstimate:
         stairs = (StairStep(after_ms=0.0, free_bytes=2 * need, free_sm_share_pct=100),)
         own = engine(A.name, free_kv_bytes=2 * need)
         _, view = view_of(own, staircase=stairs, free_bytes=2 * need)
-        alone = estimate(view, WORK, lut_of, 0.0)
+        alone = estimate(view, WORK, curves_of, 0.0)
         view.reserve(Reservation(A.name, need, 500, 300.0, 0.0))
-        second = estimate(view, WORK, lut_of, 0.0)
+        second = estimate(view, WORK, curves_of, 0.0)
         before_ms = IN_CHUNKS * lut_for("h100-80gb", A).ttft_ms(1155, 100, 500)
         assert second.ttft_ms == pytest.approx(alone.ttft_ms + before_ms)
         assert second.tbt_ms > alone.tbt_ms
         assert second.free_bytes == need
         view.reserve(Reservation(A.name, need, 500, 300.0, 0.0))
-        assert math.isinf(estimate(view, WORK, lut_of, 0.0).ttft_ms)
+        assert math.isinf(estimate(view, WORK, curves_of, 0.0).ttft_ms)
 
     def test_an_engine_with_its_own_pool_has_its_own_room(self):
         need = lut_for("h100-80gb", A).request_bytes(700)
@@ -189,14 +193,14 @@ class TestEstimate:
         alone_ms, each_ms = lut.ttft_ms(1155, 100, 500), IN_CHUNKS * lut.ttft_ms(1155, 100, 2000)
         waiting = (Prefills(-5.0, 1, 2000), Prefills(300.0, 2, 4000), Prefills(2000.0, 3, 6000))
         _, view = view_of(engine(A.name, running=6, prefills=waiting))
-        assert estimate(view, WORK, lut_of, 0.0).ttft_ms == pytest.approx(7.0 + 2 * each_ms + alone_ms)
+        assert estimate(view, WORK, curves_of, 0.0).ttft_ms == pytest.approx(7.0 + 2 * each_ms + alone_ms)
         # The summary is 20 ms old: so much has been computed since.
-        aged = estimate(view, WORK, lut_of, 20.0)
+        aged = estimate(view, WORK, curves_of, 20.0)
         assert aged.ttft_ms == pytest.approx(7.0 + 2 * each_ms - 20.0 + alone_ms)
         long = replace(WORK, objectives=Objectives(ttft_ms=2100.0, tbt_ms=100.0))
-        assert estimate(view, long, lut_of, 0.0).ttft_ms == pytest.approx(7.0 + 5 * each_ms + alone_ms)
+        assert estimate(view, long, curves_of, 0.0).ttft_ms == pytest.approx(7.0 + 5 * each_ms + alone_ms)
         late = replace(WORK, waited_ms=1000.0)
-        assert estimate(view, late, lut_of, 0.0).ttft_ms == pytest.approx(1000.0 + 6 * each_ms + alone_ms)
+        assert estimate(view, late, curves_of, 0.0).ttft_ms == pytest.approx(1000.0 + 6 * each_ms + alone_ms)
 
     def test_a_backlog_that_leaves_no_time_makes_a_gpu_infeasible(self):
         each_ms = lut_for("h100-80gb", A).ttft_ms(1155, 100, 8000)
@@ -204,7 +208,7 @@ class TestEstimate:
         fit = int((2000.0 - 7.0 - each_ms) / (IN_CHUNKS * each_ms))
         for count, feasible in ((fit, True), (fit + 1, False)):
             _, view = view_of(engine(A.name, prefills=(Prefills(1900.0, count, count * 8000),)))
-            assert (estimate(view, long, lut_of, 0.0).ttft_ms <= 2000.0) == feasible
+            assert (estimate(view, long, curves_of, 0.0).ttft_ms <= 2000.0) == feasible
 
     def test_it_makes_nobody_late_who_would_be_in_time(self):
         alone_ms = lut_for("h100-80gb", A).ttft_ms(1155, 100, 500)
@@ -216,13 +220,13 @@ class TestEstimate:
         ):
             _, view = view_of(engine(A.name, prefills=(Prefills(due_ms, 1, 8000),)))
             hurried = replace(WORK, objectives=Objectives(ttft_ms=7.0 + after_ms - 2.0, tbt_ms=100.0))
-            assert estimate(view, hurried, lut_of, 0.0).keeps_others == keeps
+            assert estimate(view, hurried, curves_of, 0.0).keeps_others == keeps
 
     def test_running_neighbours_slow_it_and_are_kept_within_their_objective(self):
         running = engine(B.name, running=4, context_tokens=4000, sm_share_pct=50, tightest_tbt_ms=100.0)
         stairs = (StairStep(after_ms=0.0, free_bytes=20 * GIB, free_sm_share_pct=50),)
         _, view = view_of(engine(A.name), running, staircase=stairs)
-        got = estimate(view, WORK, lut_of, 0.0)
+        got = estimate(view, WORK, curves_of, 0.0)
         bandwidth, compute = contention(lut_for("h100-80gb", A).device, [0.5, 0.5])
         assert got.ttft_ms == pytest.approx(7.0 + lut_for("h100-80gb", A).ttft_ms(1155, 50, 500) / compute)
         beside_ms = lut_for("h100-80gb", B).tbt_ms(1155, 50, 4, 1000) / bandwidth
@@ -231,13 +235,13 @@ class TestEstimate:
             B.name, running=4, context_tokens=4000, sm_share_pct=50, tightest_tbt_ms=beside_ms * 0.99
         )
         _, view = view_of(engine(A.name), tight, staircase=stairs)
-        assert not estimate(view, WORK, lut_of, 0.0).keeps_others
+        assert not estimate(view, WORK, curves_of, 0.0).keeps_others
 
     def test_a_busy_engine_shares_its_own_part_of_the_sms_and_its_tbt(self):
         own = engine(A.name, running=3, context_tokens=1500, sm_share_pct=60, tightest_tbt_ms=1.0)
         stairs = (StairStep(after_ms=0.0, free_bytes=20 * GIB, free_sm_share_pct=10),)
         _, view = view_of(own, staircase=stairs)
-        got = estimate(view, WORK, lut_of, 0.0)
+        got = estimate(view, WORK, curves_of, 0.0)
         assert got.sm_share_pct == 70
         assert got.tbt_ms == pytest.approx(lut_for("h100-80gb", A).tbt_ms(1155, 70, 4, (1500 + 600) / 4))
         assert not got.keeps_others  # nothing runs at 1 ms a token
@@ -245,15 +249,16 @@ class TestEstimate:
     def test_boost_is_f_max_and_cpu_has_no_joules(self):
         _, view = view_of(engine(A.name))
         assert (
-            estimate(view, WORK, lut_of, 0.0, boost=True).ttft_ms < estimate(view, WORK, lut_of, 0.0).ttft_ms
+            estimate(view, WORK, curves_of, 0.0, boost=True).ttft_ms
+            < estimate(view, WORK, curves_of, 0.0).ttft_ms
         )
         _, cpu = view_of(engine(A.name), gpu_type="cpu", sm_clock_mhz=0)
-        assert estimate(cpu, WORK, lut_of, 0.0).energy_j is None
+        assert estimate(cpu, WORK, curves_of, 0.0).energy_j is None
 
     def test_no_share_at_all_is_infeasible(self):
         stairs = (StairStep(after_ms=0.0, free_bytes=20 * GIB, free_sm_share_pct=0),)
         _, view = view_of(engine(A.name), staircase=stairs)
-        decision = decide([view], WORK, lut_of, 0.0, 0.02)
+        decision = decide([view], WORK, curves_of, 0.0, 0.02)
         assert decision.reason == "best_effort" and lacks_capacity(decision, WORK)
 
 
@@ -262,9 +267,9 @@ def test_fallback_raises_the_clock_only_when_needed():
     slow, fast = lut.ttft_ms(795, 100, 500), lut.ttft_ms(lut.device.f_max_mhz, 100, 500)
     _, view = view_of(engine(A.name), sm_clock_mhz=795)
     tight = replace(WORK, waited_ms=0.0, objectives=Objectives(ttft_ms=(slow + fast) / 2, tbt_ms=100.0))
-    assert decide([view], tight, lut_of, 0.0, 0.02).reason == "f_max"
+    assert decide([view], tight, curves_of, 0.0, 0.02).reason == "f_max"
     loose = replace(tight, objectives=Objectives(ttft_ms=slow * 1.01, tbt_ms=100.0))
-    assert decide([view], loose, lut_of, 0.0, 0.02).reason == "least_energy"
+    assert decide([view], loose, curves_of, 0.0, 0.02).reason == "least_energy"
 
 
 def test_late_by_its_own_past_is_no_lack_of_capacity():

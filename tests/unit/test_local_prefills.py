@@ -238,7 +238,7 @@ def test_neighbours_are_told_of_together():
 
 
 def test_what_an_engine_could_do_without_is_told_as_free():
-    bench = Bench(models=[MODEL, OTHER])
+    bench = Bench(models=[MODEL, OTHER], pacing="off")
     bench.submit(request("r1", max_tokens=500), predicted=400)
     bench.wait(10.0)
     bench.token("r1")

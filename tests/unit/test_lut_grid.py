@@ -80,3 +80,16 @@ def test_what_is_not_known_stays_so() -> None:
     grid = Grid(np.full((1, 1, 2), math.nan, dtype=np.float32), ((0,), (100,), (1, 9)), is_open=False)
     assert math.isnan(grid(0, 100, 4))
     assert np.isnan(grid(0, 100, np.array([1, 4, 99]))).all()
+
+
+def test_rows_are_worked_out_only_for_the_clocks_and_shares_asked_for() -> None:
+    grid = Grid(RANDOM, AXES, is_open=True)
+    grid(795, 50, 5, np.arange(9))
+    assert grid._made == 1
+    grid(1000, 30, 5, 700)
+    assert grid._made == 4, "(795, 50) is one of its corners"
+    clocks, shares = np.array(CLOCKS[:2])[:, None], np.array(SHARES)
+    assert (grid(clocks, shares, 5, 700) == OPEN(clocks, shares, 5, 700)).all()
+    assert grid._made == 8, "all shares at two clocks, and two at a third"
+    grid(np.full(SCRATCH_ROWS, 345), 10, 5, 700)
+    assert grid._made == 12, "so many may ask for any"

@@ -36,6 +36,30 @@ class Shelf:
         return self._modelled(gpu_type, model)
 
 
+class Kept:
+    """Modelled tables, each made once as long as its model is there and stays as it is.
+
+    Args:
+        modelled: makes one.
+    """
+
+    def __init__(self, modelled: Callable[[str, ModelSpec], Lut]) -> None:
+        self._modelled = modelled
+        self._tables: dict[str, dict[str, Lut]] = {}  # by model and GPU type
+
+    def __call__(self, gpu_type: str, model: ModelSpec) -> Lut:
+        """Return the table of a model on a GPU type. Raises ConfigError for a type that is not known."""
+        tables = self._tables.setdefault(model.name, {})
+        found = tables.get(gpu_type)
+        if found is None or found.model != model:
+            found = tables[gpu_type] = self._modelled(gpu_type, model)
+        return found
+
+    def forget(self, name: str) -> None:
+        """Drop the tables of a model that is gone."""
+        self._tables.pop(name, None)
+
+
 def _shape(model: ModelSpec) -> tuple[int, ...]:
     """What a table depends on: two models of one name may differ, when one was registered anew."""
     return (model.params, model.layers, model.heads, model.weight_bytes, model.kv_bytes_per_token)

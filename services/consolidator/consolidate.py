@@ -24,7 +24,7 @@ from shared.devices import Device, device_for
 from shared.errors import ConfigError
 from shared.lut import Lut, build
 from shared.model import Instance, ModelSpec
-from shared.shelf import Shelf
+from shared.shelf import Kept, Shelf
 from shared.silicon import idle_power_w
 
 Luts = Callable[[str, ModelSpec], Lut]
@@ -32,7 +32,7 @@ Steps = Generator[None, None, list[ev.Action]]
 TRIES = 3  # at a plan, if GPUs are given or lose models while it is made
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def modelled(gpu_type: str, model: ModelSpec) -> Lut:
     """Return the look-up table of a model that nobody has profiled. Raises ConfigError for unknown types."""
     return build(device_for(gpu_type), model)
@@ -49,7 +49,8 @@ class Consolidation:
     def __init__(self, settings: ConsolidatorSettings, cluster: Cluster, luts: Luts) -> None:
         self._set = settings
         self._cluster = cluster
-        self.shelf = Shelf(luts)
+        self._tables = Kept(luts)
+        self.shelf = Shelf(self._tables)
         self.windows = Windows(settings.window_ms)
         self._relief = Relief(settings, cluster)
         self._steps: Steps | None = None
@@ -62,6 +63,11 @@ class Consolidation:
         self._too_little = False  # since then
         self._learnt_pct = 100.0  # what has proved too much, less a part
         self._learnt_ms = float("-inf")
+
+    def forget(self, model: str) -> None:
+        """Drop what is kept of a model that is gone."""
+        self.windows.forget(model)
+        self._tables.forget(model)
 
     def trigger(self, now_ms: float) -> None:
         """A keep-alive has ended: look soon."""

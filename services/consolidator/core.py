@@ -172,7 +172,7 @@ class ConsolidatorCore:
                 self._upkeep.registered(now_ms, model)
             case ev.ModelRemoved(model=name) if name in cluster.models:
                 self._upkeep.removed(name)
-                self._consolidation.windows.forget(name)
+                self._consolidation.forget(name)
             case ev.ScaleOut(model=name) if name in cluster.models and not cluster.healthy(name):
                 self._upkeep.asked_for(now_ms, name)
             case ev.RequestEnded(model=name) if name in cluster.models:

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.lut import Lut, build, from_samples, pack
 from shared.lut_samples import Sample
 from shared.lut_table import Provenance
-from shared.shelf import Shelf
+from shared.shelf import Kept, Shelf
 
 H100 = device_for("h100-80gb")
 QWEN, LLAMA = emulated_models(2)
@@ -54,6 +54,24 @@ def test_a_stored_table_wins_over_the_model() -> None:
     assert shelf.get("a100-80gb", QWEN).provenance.kind == "modelled"
     with pytest.raises(ConfigError):
         shelf.get("tpu", QWEN)
+
+
+def test_modelled_tables_are_kept_as_long_as_their_model() -> None:
+    made: list[str] = []
+
+    def counted(gpu_type: str, model) -> Lut:
+        made.append(model.name)
+        return modelled(gpu_type, model)
+
+    kept = Kept(counted)
+    first = kept("h100-80gb", QWEN)
+    assert kept("h100-80gb", QWEN) is first and kept("a100-80gb", QWEN) is not first
+    bigger = msgspec.structs.replace(QWEN, layers=QWEN.layers + 1)
+    assert kept("h100-80gb", bigger).model == bigger
+    kept.forget(QWEN.name)
+    assert kept("h100-80gb", bigger).model == bigger and len(made) == 4
+    with pytest.raises(ConfigError):
+        kept("tpu", QWEN)
 
 
 def test_a_model_of_another_shape_under_the_same_name_gets_no_strangers_table() -> None:

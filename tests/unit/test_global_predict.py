@@ -13,6 +13,7 @@ from services.global_sched.predict import (
 from services.global_sched.predict_standin import MEASURED, ORACLE, PAPER, stand_in
 from services.global_sched.settings import GlobalSettings
 from shared import events as ev
+from shared.catalog import emulated_models
 from shared.model import Objectives, Request
 
 
@@ -108,6 +109,7 @@ def test_what_is_learnt_can_be_taken_up_again():
 
 def test_the_core_stores_what_it_learns_at_most_so_often():
     core = GlobalSchedCore("s", GlobalSettings(prediction_save_ms=1000.0))
+    core.step(0.0, ev.ModelRegistered(model=msgspec.structs.replace(emulated_models(1)[0], name="m")))
 
     def ended(now_ms, tokens):
         event = ev.RequestEnded(

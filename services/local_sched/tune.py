@@ -119,7 +119,7 @@ def sweep(
             return [*found, *_stretch(profiles, places, least, least, clock, clock + 1, j_per_ms)]
         filled, filled_end = divide(least.filled), clock
         if filled is not least:
-            filled_end = min(end, *_reach(profiles, least.filled, filled))
+            filled_end = max(clock, min(end, *_reach(profiles, least.filled, filled)))
         found += _stretch(profiles, places, least, least, filled_end if wide else clock, end, j_per_ms)
         found += _stretch(profiles, least.filled, filled, least, clock, filled_end, j_per_ms)
         clock = end

@@ -4,7 +4,7 @@ import math
 from functools import cache
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.local_sched import tune
@@ -131,8 +131,12 @@ def test_least_shares_are_the_smallest_that_meet_all_deadlines_together(both, cl
     assert (None if None in found else found) == least_of_all(both, CLOCKS[clock])
 
 
+IDLE, BUSY = (Load(LUTS[i], n, 2.0, 16.0, 1.0, (), 0.0) for i, n in ((0, 0), (1, 5)))
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.lists(loads, min_size=2, max_size=2), st.booleans(), st.sampled_from([None, *CLOCKS]))
+@example([IDLE, BUSY], True, None)  # filled shares that hold at no clock
 def test_the_sweep_finds_the_least_energy_at_every_clock_with_least_and_with_filled_shares(
     both, wide, now_mhz
 ):

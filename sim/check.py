@@ -6,7 +6,8 @@ from services.consolidator.core import ConsolidatorCore
 from services.gateway.core import GatewayCore
 from services.global_sched.core import GlobalSchedCore
 from services.local_sched.moves import DESTINATION, holder
-from services.local_sched.state import Stage, State
+from services.local_sched.state import State
+from services.local_sched.work import Stage
 from services.migrator.core import MigratorCore
 from shared import events as ev
 from shared.model import Placement

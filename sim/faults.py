@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from services.gateway.events import STOPPED, AddModel, DrainGpu, RemoveModel
-from services.local_sched.state import Work
+from services.local_sched.work import Work
 from shared import events as ev
 from shared.devices import device_for
 from shared.engine import EngineEnded

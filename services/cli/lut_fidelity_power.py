@@ -75,11 +75,11 @@ class _Served:
 def mlenergy(rows: Rows, models: dict[str, ModelSpec]) -> list[Check]:
     """Steady serving power of one H100 at default clocks (ML.ENERGY), dense models in bf16, text tasks.
 
-    First the power formula at the measured rate of steps, to which its factors were fitted: the error of power
-    alone, and what the bound is on. Then, errors of time included, power as a table has it, at the rate that
-    the model itself predicts for a pure decode of that batch. Beside it the same with the sampling of that
-    engine: so many logits a ms, fitted to the inter-token latencies of the other models, never to power. No
-    table has it: this product's engine chooses its tokens otherwise.
+    First the power formula at the measured rate of steps, to which its factors were fitted: the error of
+    power alone, and what the bound is on. Then, errors of time included, power as a table has it, at the rate
+    that the model itself predicts for a pure decode of that batch. Beside it the same with the sampling of
+    that engine: so many logits a ms, fitted to the inter-token latencies of the other models, never to power.
+    No table has it: this product's engine chooses its tokens otherwise.
     """
     shapes = models | GEMMA3
     found = [served for row in rows if (served := _served(row, shapes)) and served.power_w < POWER_LIMIT_W]

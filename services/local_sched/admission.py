@@ -8,7 +8,8 @@ import msgspec
 from services.local_sched import batch
 from services.local_sched.ends import abandon, count_outcome, fail
 from services.local_sched.spans import span
-from services.local_sched.state import Engine, Stage, State, Work
+from services.local_sched.state import Engine, State
+from services.local_sched.work import Stage, Work
 from shared.engine import RunRequest
 from shared.events import Action, Admitted, Refused, Send, Submit
 from shared.model import Request

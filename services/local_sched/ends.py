@@ -4,7 +4,8 @@ import msgspec
 
 from services.local_sched.moves import DESTINATION, SOURCE, holder
 from services.local_sched.spans import end_of, last_span
-from services.local_sched.state import State, Work
+from services.local_sched.state import State
+from services.local_sched.work import Work
 from shared.engine import StopRequest
 from shared.events import STOPPED, Abort, Action, Count, KvLoaded, Released, Send, TokenDelta
 from shared.model import Request, RequestEnd

@@ -13,8 +13,9 @@ from services.local_sched import plans
 from services.local_sched.ends import arrived, with_output
 from services.local_sched.move_mode import KV, STAY, Choice, move_mode
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer
-from services.local_sched.state import Stage, State, Work
+from services.local_sched.state import State
 from services.local_sched.summary import left_ms
+from services.local_sched.work import Stage, Work
 from shared.engine import ExportKv, KvExported, KvImported
 from shared.events import Action, Count, KvStaged, Prepare, Prepared, Release, Released, Send, StageKv
 from shared.resumable import resumable

@@ -3,7 +3,8 @@
 import math
 
 from services.local_sched.grid import Load, coarse
-from services.local_sched.state import Engine, State, Tally, Work
+from services.local_sched.state import Engine, State
+from services.local_sched.work import Tally, Work
 
 
 def load_of(state: State, now_ms: float, engine: Engine, *, paced: bool = False) -> Load:

@@ -14,7 +14,8 @@ from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.settings import LocalSettings
-from services.local_sched.state import Stage, State
+from services.local_sched.state import State
+from services.local_sched.work import Stage
 from shared import engine as en
 from shared import standin
 from shared.clock import now_ms

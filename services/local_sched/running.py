@@ -3,7 +3,8 @@
 from services.local_sched.admission import enqueue, prefill_alone_ms
 from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_moves, with_output
 from services.local_sched.spans import end_of, last_span, span
-from services.local_sched.state import Engine, Stage, State, Work
+from services.local_sched.state import Engine, State
+from services.local_sched.work import Stage, Work
 from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
 from shared.events import Action, Count, TokenDelta
 

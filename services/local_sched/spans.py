@@ -1,7 +1,8 @@
 """What is told about a request when a part of its life here is over: trace spans, and its end."""
 
-from services.local_sched.state import Decision, State, Work
+from services.local_sched.state import Decision, State
 from services.local_sched.tune import feasible
+from services.local_sched.work import Work
 from shared.events import Action, Span
 from shared.model import RequestEnd
 

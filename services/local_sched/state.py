@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from services.local_sched.energy import EnergyBook
@@ -12,163 +11,11 @@ from services.local_sched.moves import Moves
 from services.local_sched.outbox import Outbox
 from services.local_sched.settings import LocalSettings
 from services.local_sched.tune import Candidate, Stretch, candidates
+from services.local_sched.work import Inside, Tally, Work
 from shared.devices import Device
 from shared.lut import Lut
-from shared.model import ModelSpec, Plan, Request
+from shared.model import ModelSpec, Plan
 from shared.shelf import Shelf
-
-GROWTH_TOKENS = 64
-"""A request that outgrows its reservation asks for this much more at a time, if that fits."""
-
-
-class Arrival(NamedTuple):
-    """What a request has brought along by a move: the KV of `kv_tokens` tokens of its context, in a stage."""
-
-    stage: str
-    kv_tokens: int
-    move_id: str
-    migrator: str
-
-
-class Stage(Enum):
-    """Where a request is: waiting in the queue, given to its engine, or held still, out of it, for a move."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    HELD = "held"
-
-
-@dataclass(slots=True)
-class Work:
-    """One attempt on this GPU.
-
-    Args:
-        request: as it would be given to an engine; rewritten with the tokens so far when it leaves one.
-        arrived_ms: when it came to this GPU.
-        runnable_ms: since when it waits: its arrival, or its last eviction.
-        due_ms: deadline of the first token of its present run.
-        prefill_ms: profiled time of its prefill, for Eq. 4.
-        tokens: output since `request` was last rewritten.
-        prefilled_tokens: prompt tokens computed in its present run.
-        run_id: what its engine calls its present run.
-        run_first_ms, run_tokens: first token of its present run, None before, and their number.
-        given_ms, first_ms, last_ms: start of its first run, and its first and latest token here.
-        passed_over_ms: since when it is passed over for want of memory.
-        urgent: it outgrew its reservation and goes first (3.4, mispredictions).
-        dispatch: the rule by which the global scheduler chose this GPU; empty after a move.
-        arrival: what it has brought along and its engine has not said to have yet.
-    """
-
-    request: Request
-    predicted_output_tokens: int
-    arrived_ms: float
-    runnable_ms: float
-    due_ms: float
-    prefill_ms: float
-    energy_j: float | None
-    stage: Stage = Stage.QUEUED
-    tokens: list[int] = field(default_factory=list)
-    prefilled_tokens: int = 0
-    run_id: str = ""
-    run_first_ms: float | None = None
-    run_tokens: int = 0
-    given_ms: float | None = None
-    first_ms: float | None = None
-    last_ms: float | None = None
-    passed_over_ms: float | None = None
-    urgent: bool = False
-    dispatch: str = ""
-    arrival: Arrival | None = None
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
-        request = self.request
-        return len(request.prompt_tokens) + len(request.output_tokens) + len(self.tokens)
-
-    @property
-    def output_count(self) -> int:
-        """Output tokens so far, earlier attempts included: the index of the next one."""
-        return len(self.request.output_tokens) + len(self.tokens)
-
-    @property
-    def decoding(self) -> bool:
-        """Whether its present run has made a token."""
-        return self.run_first_ms is not None
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens still to be computed before its present run makes one."""
-        return max(1, self.request.context_tokens - self.prefilled_tokens)
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Output tokens still expected, at least one."""
-        request, expected = self.request, self.predicted_output_tokens
-        if expected > request.max_tokens:
-            expected = request.max_tokens
-        left = expected - len(request.output_tokens) - len(self.tokens)
-        return left if left > 1 else 1  # asked of every request in every summary: `max` takes twice as long
-
-    @property
-    def wanted_tokens(self) -> int:
-        """Tokens to reserve KV for: prompt and predicted output, which has its margin already (3.2.2).
-
-        One that has outgrown its prediction gets `GROWTH_TOKENS` more, not to do so at once again.
-        """
-        output = self.predicted_output_tokens
-        if output <= self.output_count:
-            output = self.output_count + GROWTH_TOKENS
-        return len(self.request.prompt_tokens) + min(self.request.max_tokens, output)
-
-
-class Tally(NamedTuple):
-    """What runs in an engine, counted up.
-
-    Args:
-        decodes: requests that decode.
-        context_tokens, steps: tokens of their contexts, and steps until they end, added up.
-        tbt_ms: the shortest of their TBTs.
-        left_ms: at least this long after the last step was each one's next token due, by its mean TBT.
-        last_ms: when the last step ended.
-        prefills: the others, as they came.
-    """
-
-    decodes: int
-    context_tokens: int
-    steps: int
-    tbt_ms: float
-    left_ms: float
-    last_ms: float
-    prefills: list[Work]
-
-    def stepped(self, now_ms: float, steps: int) -> "Tally":
-        """Return what it is after more steps in which all decodes got on, and nothing else."""
-        return Tally(
-            self.decodes,
-            self.context_tokens + steps * self.decodes,
-            max(self.decodes, self.steps - steps * self.decodes),
-            self.tbt_ms,
-            self.left_ms + steps * self.tbt_ms - (now_ms - self.last_ms),
-            now_ms,
-            self.prefills,
-        )
-
-
-class Inside(NamedTuple):
-    """What runs in an engine, as the summary tells of it.
-
-    Args:
-        context_tokens: of all contexts.
-        tbt_ms: the shortest TBT; infinite if nothing runs.
-        prefills: (when it is due, tokens) of each that has given no token yet.
-        ends: (ms from now, bytes, 0) that each request is expected to free, the first of them first.
-    """
-
-    context_tokens: int
-    tbt_ms: float
-    prefills: list[tuple[float, int]]
-    ends: list[tuple[float, int, int]]
 
 
 @dataclass(slots=True)

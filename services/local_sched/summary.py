@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from services.local_sched.ledger import staircase
-from services.local_sched.state import Engine, Inside, Stage, State, Work
+from services.local_sched.state import Engine, State
+from services.local_sched.work import Inside, Stage, Work
 from shared.events import Action, Put, Send, SummaryChanged
 from shared.model import EngineSummary, GpuSummary, Prefills, StairStep, digest
 from shared.subjects import gpu_key

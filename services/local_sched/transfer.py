@@ -9,7 +9,8 @@ from services.local_sched import grants, live
 from services.local_sched.admission import enqueue, new_work
 from services.local_sched.ends import delta_of, drop_move, moved_away, thaw
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer, holder
-from services.local_sched.state import Arrival, Stage, State, Work
+from services.local_sched.state import State
+from services.local_sched.work import Arrival, Stage, Work
 from shared.events import (
     AbortMove,
     Action,

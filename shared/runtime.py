@@ -8,6 +8,7 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -281,7 +282,8 @@ class Shell:
             self._timer = None
         wake_ms = self._core.wake_ms
         if wake_ms is not None:
-            delay_s = max(0.0, (wake_ms - now_ms()) / 1000.0)
+            # The loop's timers count whole ms: rounded down, the core would be asked again and again.
+            delay_s = math.ceil(max(0.0, wake_ms - now_ms())) / 1000.0
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.heard, ev.Tick())
 
 

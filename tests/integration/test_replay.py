@@ -15,7 +15,7 @@ MODEL = emulated_models(2)[0].name
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    env = {"FESTINA_RECORD": str(folder / "rec"), "FESTINA_LOCAL_SCHED_PACING": "slack"}  # as it is by default
+    env = {"FESTINA_RECORD": str(folder / "rec"), "FESTINA_LOCAL_SCHED_PACING": "slack"}
     pool = RunningPool(folder, "--emulated", "--gpus", "2", "--models", "2", env=env)
     try:
         pool.wait_for_models(MODEL)

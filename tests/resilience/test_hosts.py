@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from chaos import ROUNDS, Clients, wait_until_idle
 from netns import Network, why_not
-from support import RunningPool
+from support import FAST_ANSWERS, RunningPool
 
 from services.cli.pool import nats_server_argv, store_server_argv
 from services.cli.supervise import free_port
@@ -53,7 +53,7 @@ class Pool:
         number = self.network.add()
         name = f"host-{number}"
         environ = {k: v for k, v in os.environ.items() if not k.startswith("FESTINA_")}
-        environ |= {**self.credentials, "FESTINA_TRACING": "0"}
+        environ |= {**self.credentials, **FAST_ANSWERS, "FESTINA_TRACING": "0"}
         gpu = {
             "FESTINA_ID": f"{name}-gpu-0",
             "FESTINA_DEVICE_HOST": name,

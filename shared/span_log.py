@@ -18,6 +18,7 @@ import msgspec
 
 from shared.spans import SpanLine
 
+TRACES = "traces"  # the folder's name in the state folder of a pool on one machine
 SUFFIX, OLD_SUFFIX = ".jsonl", ".old.jsonl"
 FILES_KEPT = 16  # of one service, besides those of the process that begins one
 IN_USE_S = 600.0  # a file written to so lately belongs to a process that runs

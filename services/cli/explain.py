@@ -21,9 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.explain_story import TOKENS, Choice, Story, belongs, call_of, number, tell
-from services.cli.pool import TRACES
 from shared.errors import FestinaError
-from shared.span_log import files_in, oldest_ms, spans_naming
+from shared.span_log import TRACES, files_in, oldest_ms, spans_naming
 from shared.spans import SpanLine
 
 WRITTEN_WITHIN_S = 2.0  # services write their spans twice a second

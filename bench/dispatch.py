@@ -21,9 +21,10 @@ from services.global_sched.core import GlobalSchedCore
 from services.global_sched.estimate import Work
 from services.global_sched.fleet import Fleet
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import GpuView, Reservation, lut_for
+from services.global_sched.view import GpuView, Reservation
 from shared import events as ev
 from shared.catalog import emulated_models
+from shared.lut import lut_for
 from shared.model import EngineSummary, GpuSummary, ModelSpec, Prefills, Request, StairStep
 from shared.slo import objectives_for
 

@@ -87,6 +87,9 @@ class Placed(Message):
     gpu: str
 
 
+MODEL_NOT_FOUND = "model_not_found"  # code of a `Rejected` by a scheduler that knows no such model
+
+
 class Rejected(Message):
     """A global scheduler cannot place an attempt: the answer the client gets, in HTTP's terms."""
 

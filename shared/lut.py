@@ -5,6 +5,7 @@ answers: `shared/lut_query.py`.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "Lut",
     "build",
     "from_samples",
+    "lut_for",
     "pack",
     "unpack",
 ]
@@ -73,6 +75,15 @@ def _block(axes: Axes, values: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
     """Lay four grids out in one block; times of a device without clocks have no clock axis of their own."""
     grids = [np.broadcast_to(grid, shape) for grid, shape in zip(values, axes.shapes, strict=True)]
     return np.concatenate([grid.ravel() for grid in grids]).astype(np.float32)
+
+
+@lru_cache(maxsize=64)
+def lut_for(gpu_type: str, model: ModelSpec) -> Lut:
+    """Return the modelled table of a model on a GPU type; services keep those of their models.
+
+    Raises ConfigError for a type that is not known.
+    """
+    return build(device_for(gpu_type), model)
 
 
 def from_samples(device: Device, model: ModelSpec, samples: Sequence[Sample], provenance: Provenance) -> Lut:

@@ -104,11 +104,14 @@ class Cluster:
         spec = self.models.get(engine.model)
         return spec is not None and is_outdated(engine, spec)
 
+    def ready(self, model: str) -> list[tuple[str, EngineSummary]]:
+        """Return the GPUs, each with its engine, that are to have a model and can serve it as it is."""
+        engines = ((gpu, self.engine(gpu, model)) for gpu in self.healthy(model))
+        return [(gpu, e) for gpu, e in engines if e and e.state == "ready" and not self.is_outdated(e)]
+
     def ready_beside(self, instance: Instance) -> bool:
         """Say whether another instance of the same model could serve it alone."""
-        others = (gpu for gpu in self.healthy(instance.model) if gpu not in instance.gpus)
-        engines = (self.engine(gpu, instance.model) for gpu in others)
-        return any(e is not None and e.state == "ready" and not self.is_outdated(e) for e in engines)
+        return any(gpu not in instance.gpus for gpu, _ in self.ready(instance.model))
 
     def is_coming(self, model: str) -> bool:
         """Say whether a model is being loaded on a GPU where it is to be, or has the room to."""

@@ -7,7 +7,6 @@ models of a crowded GPU are spread onto a resting one.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import lru_cache
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
@@ -22,7 +21,7 @@ from services.consolidator.window import Windows
 from shared import events as ev
 from shared.devices import Device, device_for
 from shared.errors import ConfigError
-from shared.lut import Lut, build
+from shared.lut import Lut
 from shared.model import Instance, ModelSpec
 from shared.shelf import Kept, Shelf
 from shared.silicon import idle_power_w
@@ -30,12 +29,6 @@ from shared.silicon import idle_power_w
 Luts = Callable[[str, ModelSpec], Lut]
 Steps = Generator[None, None, list[ev.Action]]
 TRIES = 3  # at a plan, if GPUs are given or lose models while it is made
-
-
-@lru_cache(maxsize=64)
-def modelled(gpu_type: str, model: ModelSpec) -> Lut:
-    """Return the look-up table of a model that nobody has profiled. Raises ConfigError for unknown types."""
-    return build(device_for(gpu_type), model)
 
 
 class Consolidation:
@@ -97,7 +90,8 @@ class Consolidation:
         """Relieve crowded GPUs, and see whether to consolidate if that is due."""
         if self._set.consolidation == "none":
             return []
-        self._cluster.resting -= {gpu for i in self._cluster.instances() for gpu in i.gpus}
+        cluster = self._cluster
+        cluster.resting = {gpu for gpu in cluster.resting if not cluster.on_gpu(gpu)}
         crowded = self._relief.crowded(now_ms)
         actions: list[ev.Action] = [ev.Count(name="spreads") for gpu in crowded if self.spread(now_ms, gpu)]
         known_ms = now_ms - self.windows.heard_ms(now_ms) + self._set.observe_ms

@@ -8,13 +8,13 @@ it, and the model takes its place in the placement again, so a request that race
 from msgspec.structs import replace
 
 from services.consolidator.cluster import DRAINING, Cluster
-from services.consolidator.consolidate import Consolidation, Luts, modelled
+from services.consolidator.consolidate import Consolidation, Luts
 from services.consolidator.election import Election
 from services.consolidator.orders import Orders
 from services.consolidator.settings import ConsolidatorSettings
 from services.consolidator.upkeep import Upkeep
 from shared import events as ev
-from shared.lut import unpack
+from shared.lut import lut_for, unpack
 from shared.model import GpuSummary, ModelSpec, Placement
 from shared.subjects import PLACEMENT_KEY
 
@@ -36,7 +36,7 @@ class ConsolidatorCore:
         settings: ConsolidatorSettings,
         placement: Placement | None,
         models: tuple[ModelSpec, ...],
-        luts: Luts = modelled,
+        luts: Luts = lut_for,
     ) -> None:
         self._id = consolidator
         self._set = settings

@@ -145,12 +145,7 @@ class Orders:
         Of those that run, the source lets only those go that gain by it.
         """
         key = (summary.gpu, model)
-        ready = [
-            (-engine.free_kv_bytes, gpu)
-            for gpu in self._cluster.healthy(model)
-            if (engine := self._cluster.engine(gpu, model)) and engine.state == "ready"
-            if not self._cluster.is_outdated(engine)
-        ]
+        ready = [(-engine.free_kv_bytes, gpu) for gpu, engine in self._cluster.ready(model)]
         if not ready or (key in self._moves and now_ms < self._moves[key].until_ms):
             return []
         self._move_count += 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.demand import Demand
-from services.consolidator.ewr import waste
+from services.consolidator.ewr import group_clock_mhz, waste
 
 STEP_MHZ = 15.0  # between the clocks that devices offer
 
@@ -97,7 +97,7 @@ class _Bins:
     def _count(self, gpu: int, demand: Demand, sign: int) -> None:
         self.free_pct[gpu] -= sign * demand.sm_pct
         self.free_bytes[gpu] -= sign * demand.need_bytes
-        self.clock_mhz[gpu] = max((each.clock_mhz for each in self.groups[gpu]), default=0.0)
+        self.clock_mhz[gpu] = group_clock_mhz(self.groups[gpu])
 
 
 def pack(demands: Iterable[Demand], gpus: int, capacity: Capacity, spread: bool = False) -> Packing:
@@ -133,7 +133,6 @@ def pack(demands: Iterable[Demand], gpus: int, capacity: Capacity, spread: bool 
         else:
             bins.add(bins.open(), demand)
             packing.opened += 1
-    packing.groups = bins.groups
     return packing
 
 

@@ -49,7 +49,6 @@ __all__ = [
     "SetTenant",
 ]
 
-MODEL_NOT_FOUND = "model_not_found"  # code of a scheduler's rejection
 NO_REPORT = "stopped by a stop string, and its GPU did not report in time"
 
 
@@ -214,7 +213,7 @@ class GatewayCore:
         owned = self._asking(event.request_id, event.attempt)
         if owned is None:
             return
-        if event.code == MODEL_NOT_FOUND and owned.request.model in self.registry.models:
+        if event.code == ev.MODEL_NOT_FOUND and owned.request.model in self.registry.models:
             # a scheduler that was cut off when the model was added; it will have read of it by and by
             owned.deferred, owned.asked = "no scheduler knows its model yet", False
             self._ask_at(owned, self._now_ms + self.settings.ask_again_ms)

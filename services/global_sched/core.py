@@ -12,9 +12,9 @@ from services.global_sched.fleet import Fleet
 from services.global_sched.placing import Placing
 from services.global_sched.predict import LearntRead, OutputPredictor, Predict
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import GpuView, lut_for
+from services.global_sched.view import GpuView
 from shared import events as ev
-from shared.lut import Lut, unpack
+from shared.lut import Lut, lut_for, unpack
 from shared.model import GpuSummary, ModelSpec
 from shared.subjects import learnt_key
 

@@ -29,7 +29,7 @@ def least_energy(candidates: Iterable[Candidate], objectives: Objectives, tie: f
         return None
     bound = min(cost for cost, _ in costs) * (1.0 + tie)
     tied = (c for cost, c in costs if cost <= bound)
-    return min(tied, key=lambda c: (-c.free_bytes, -c.sm_share_pct, c.gpu))
+    return min(tied, key=roomier)
 
 
 def first_in_time(boosted: Iterable[Candidate], objectives: Objectives) -> Candidate | None:
@@ -38,7 +38,7 @@ def first_in_time(boosted: Iterable[Candidate], objectives: Objectives) -> Candi
     Args:
         boosted: candidates estimated at their highest clocks.
     """
-    ordered = sorted(boosted, key=lambda c: (c.available_ms, -c.free_bytes, c.gpu))
+    ordered = sorted(boosted, key=earlier)
     return next((c for c in ordered if feasible(c, objectives)), None)
 
 
@@ -52,6 +52,16 @@ def soonest(boosted: Sequence[Candidate], objectives: Objectives) -> Candidate:
         boosted: candidates estimated at their highest clocks; at least one.
     """
     return min(boosted, key=lambda c: late_rank(c, objectives))
+
+
+def roomier(c: Candidate) -> tuple[int, int, str]:
+    """Return the place of a candidate among those that take about as much energy (phase two)."""
+    return -c.free_bytes, -c.sm_share_pct, c.gpu
+
+
+def earlier(c: Candidate) -> tuple[float, int, str]:
+    """Return the place of a candidate in order of T_avail (phase three)."""
+    return c.available_ms, -c.free_bytes, c.gpu
 
 
 def late_rank(c: Candidate, objectives: Objectives) -> tuple[bool, bool, bool, float, int, str]:

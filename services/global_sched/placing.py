@@ -1,5 +1,7 @@
 """Where an attempt goes (3.3): to a GPU, into the waiting room, or back with the reason why not."""
 
+import math
+
 import msgspec
 
 from services.global_sched import dispatch, reasons
@@ -53,7 +55,7 @@ class Placing:
         spec = self._fleet.models.get(request.model)
         if spec is None:
             text = f"The model {request.model!r} does not exist here."
-            return self._reject(now_ms, ask, 404, "model_not_found", text)
+            return self._reject(now_ms, ask, 404, ev.MODEL_NOT_FOUND, text)
         if request.context_tokens >= spec.context_tokens:
             text = (
                 f"The prompt has {request.context_tokens} tokens, which leaves no room for output in the "
@@ -61,7 +63,8 @@ class Placing:
             )
             return self._reject(now_ms, ask, 400, "context_length_exceeded", text)
         pool = self._fleet.pool(now_ms, spec)
-        if pool is not None and not self._crowded(now_ms, ask, pool.queued):
+        # as if all that wait in the pool were before it
+        if pool is not None and pool.queued <= self._most_before(now_ms, spec.name):
             work = self._work(now_ms, ask, spec)
             skipped = {*ask.refused, *ask.excluded}
             traced = bool(request.traceparent)
@@ -172,10 +175,10 @@ class Placing:
             actions += ask.span(now_ms, reasons.activation(work, [lut for lut in luts if lut is not None]))
         return actions
 
-    def _crowded(self, now_ms: float, ask: Ask, queued: int) -> bool:
-        """Say whether so many waiting, were they all before it, would keep a new one from a timely start."""
-        rate_per_s = self._drain(ask.request.model).per_s(now_ms)
-        return rate_per_s is not None and queued > rate_per_s * self._settings.max_start_ms / 1000.0
+    def _most_before(self, now_ms: float, model: str) -> float:
+        """Return how many may be before a request that is to start in time; inf: no pace is known."""
+        rate_per_s = self._drain(model).per_s(now_ms)
+        return math.inf if rate_per_s is None else rate_per_s * self._settings.max_start_ms / 1000.0
 
     def _excess(self, now_ms: float, ask: Ask, views: list[GpuView]) -> float:
         """Return how many requests too many are before a new one for it to start in time; at most 0 if none.
@@ -185,12 +188,12 @@ class Placing:
         elsewhere.
         """
         request = ask.request
-        rate_per_s = self._drain(request.model).per_s(now_ms)
-        if rate_per_s is None or request.attempt > 1 or ask.since_ms is not None:
+        most = self._most_before(now_ms, request.model)
+        if math.isinf(most) or request.attempt > 1 or ask.since_ms is not None:
             return 0.0
         queues = (view.engines[request.model].queued_of for view in views)
         before = sum(ahead(queue, request.tenant, request.tenant_weight) for queue in queues)
-        return before - rate_per_s * self._settings.max_start_ms / 1000.0
+        return before - most
 
     def _overload(self, now_ms: float, ask: Ask, excess: float) -> list[ev.Action]:
         """No room, or none in time: an attempt that waits goes on, a new one is turned away.
@@ -246,7 +249,9 @@ class Placing:
         return []
 
     def scale_out(self, now_ms: float, model: str, reason: str) -> list[ev.Action]:
-        """Ask for an instance of a model, unless one is being loaded."""
+        """Ask for an instance of a model, unless one is being loaded or it was asked for a moment ago."""
+        if now_ms < self.scale_outs.next_ms(model):
+            return []
         engines = (view.engines[model] for view in self._fleet.view.with_model(model, now_ms))
         loading = any(engine.state == "loading" for engine in engines)
         return self.scale_outs.ask(now_ms, model, reason, loading)

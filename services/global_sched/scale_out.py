@@ -49,9 +49,7 @@ class ScaleOuts:
         return late and enough and deficit.late >= settings.deficit_share * deficit.total
 
     def ask(self, now_ms: float, model: str, reason: str, loading: bool) -> list[ev.Action]:
-        """Ask for an instance, unless one is `loading` or it was asked for a moment ago."""
-        if now_ms < self.next_ms(model):
-            return []
+        """Ask for an instance, unless one is `loading`; not before `next_ms`."""
         self._next_ms[model] = now_ms + self._settings.scale_out_repeat_ms
         if loading:
             return []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.global_sched.alike import BOOSTED, PRESENT, ROUNDING, SLACK, Asked, Groups, Member
-from services.global_sched.dispatch import Decision, late_rank
+from services.global_sched.dispatch import Decision, earlier, late_rank, roomier
 from services.global_sched.estimate import Candidate, Work, feasible, meet, queue
 
 ONE_BY_ONE = 8  # so many groups are tried in vain before all are weeded out at once
@@ -111,7 +111,7 @@ class Search:
         if not firsts:
             return None
         bound_j = least_j * (1.0 + tie)
-        best = min((found for energy_j, found in firsts if energy_j <= bound_j), key=_roomier)
+        best = min((found for energy_j, found in firsts if energy_j <= bound_j), key=roomier)
         return self._roomiest(costs, best, bound_j)
 
     def _roomiest(
@@ -129,7 +129,7 @@ class Search:
                 if groups.may_serve(asked, group, PRESENT):
                     found = next(self._fitting(groups, asked, group), None)
                     if found is not None and found.energy_j is not None and found.energy_j <= bound_j:
-                        best = min(best, found, key=_roomier)
+                        best = min(best, found, key=roomier)
         return best
 
     def first_in_time(self) -> Candidate | None:
@@ -143,7 +143,7 @@ class Search:
                     break
                 found = None
                 for found in self._fitting(groups, asked, group):
-                    best = found if best is None else min(best, found, key=_earlier)
+                    best = found if best is None else min(best, found, key=earlier)
                     if found.available_ms == 0.0:
                         break
                 if found is None:
@@ -176,11 +176,3 @@ class Search:
                 if least is None or rank < least:
                     best, least = found, rank
         return best
-
-
-def _roomier(candidate: Candidate) -> tuple[int, int, str]:
-    return -candidate.free_bytes, -candidate.sm_share_pct, candidate.gpu
-
-
-def _earlier(candidate: Candidate) -> tuple[float, int, str]:
-    return candidate.available_ms, -candidate.free_bytes, candidate.gpu

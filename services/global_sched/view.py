@@ -6,24 +6,12 @@ looks them up. Between two summaries the scheduler's own reservations keep a bur
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shared.devices import device_for
-from shared.lut import Lut, build
-from shared.model import EngineSummary, GpuSummary, ModelSpec, StairStep
+from shared.model import EngineSummary, GpuSummary, StairStep
 
 if TYPE_CHECKING:
     from services.global_sched.estimate import Stance
-
-
-@lru_cache(maxsize=64)
-def lut_for(gpu_type: str, model: ModelSpec) -> Lut:
-    """Return the look-up table of a model on a GPU type (3.2.1); a fleet keeps those of its models.
-
-    Raises ConfigError for a type that is not known.
-    """
-    return build(device_for(gpu_type), model)
 
 
 @dataclass(frozen=True, slots=True)

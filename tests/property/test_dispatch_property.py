@@ -13,9 +13,10 @@ from services.global_sched.curves import Curves
 from services.global_sched.dispatch import decide, first_in_time, least_energy, soonest
 from services.global_sched.estimate import Candidate, Work, estimate, feasible
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import ClusterView, Reservation, lut_for
+from services.global_sched.view import ClusterView, Reservation
 from shared import events as ev
 from shared.catalog import emulated_models
+from shared.lut import lut_for
 from shared.model import EngineSummary, GpuSummary, Objectives, Request, StairStep
 
 A, B = emulated_models(2)

@@ -10,8 +10,9 @@ from services.global_sched.dispatch import decide
 from services.global_sched.estimate import Work, estimate, feasible
 from services.global_sched.fleet import FEW, Fleet
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import Reservation, lut_for
+from services.global_sched.view import Reservation
 from shared.catalog import emulated_models
+from shared.lut import lut_for
 from shared.model import EngineSummary, GpuSummary, Instance, Objectives, Placement, Prefills, StairStep
 
 A, B = emulated_models(2)

@@ -9,7 +9,6 @@ from services.consolidator import consolidate
 from services.consolidator import plan as plan_module
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
-from services.consolidator.consolidate import modelled
 from services.consolidator.demand import Demand
 from services.consolidator.moves import can_follow
 from services.consolidator.pack import Packing, pack
@@ -19,6 +18,7 @@ from services.consolidator.survey import Survey
 from services.consolidator.window import Windows
 from shared import events as ev
 from shared.catalog import emulated_models
+from shared.lut import lut_for
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Objectives, Placement
 from shared.shelf import Shelf
 
@@ -178,7 +178,7 @@ def survey(
             windows.note(1_000.0 * number / per_s, ended(model.name))
     gpus = [gpu for gpu, kind in kinds.items() if kind == "h100-80gb"]
     capacity = Capacity(95.0, 76 * GIB)
-    shelf = Shelf(modelled)
+    shelf = Shelf(lut_for)
     found = Survey(ConsolidatorSettings(), cluster, shelf, windows, gpus, capacity)
     return found, {gpu: cluster.placed_on(gpu) for gpu in gpus}
 

@@ -9,10 +9,10 @@ from services.gateway.core import Arrived, GatewayCore
 from services.gateway.settings import GatewaySettings
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import lut_for
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.errors import ConfigError
+from shared.lut import lut_for
 from shared.model import (
     EngineSummary,
     GpuSummary,

@@ -16,8 +16,9 @@ from services.global_sched.dispatch import (
     soonest,
 )
 from services.global_sched.estimate import IN_CHUNKS, Candidate, Work, estimate
-from services.global_sched.view import ClusterView, Reservation, lut_for
+from services.global_sched.view import ClusterView, Reservation
 from shared.catalog import emulated_models
+from shared.lut import lut_for
 from shared.model import EngineSummary, GpuSummary, Objectives, Prefills, StairStep
 from shared.silicon import contention
 

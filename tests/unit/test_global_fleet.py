@@ -10,11 +10,11 @@ from services.global_sched.estimate import Work
 from services.global_sched.fleet import FEW, Fleet
 from services.global_sched.pools import GROUPS_PER_MEMBER, SPARE_GROUPS
 from services.global_sched.settings import GlobalSettings
-from services.global_sched.view import GpuView, lut_for
+from services.global_sched.view import GpuView
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.devices import device_for
-from shared.lut import build
+from shared.lut import build, lut_for
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Objectives, Placement, StairStep
 
 A, B = emulated_models(2)

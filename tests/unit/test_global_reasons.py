@@ -5,8 +5,8 @@ from test_global_core import GIB, TRACE, A, core, ended, only, place, sends, sum
 
 from services.global_sched.fleet import FEW
 from services.global_sched.reasons import MOST
-from services.global_sched.view import lut_for
 from shared import events as ev
+from shared.lut import lut_for
 from shared.model import EngineSummary, Objectives, Placement, StairStep
 
 

@@ -21,7 +21,7 @@ from services.migrator.link import Links
 from services.migrator.receiver import Receiver
 from services.migrator.settings import LinkSettings
 from services.migrator.stages import Stages
-from shared.stage import StageHeader, StageSettings, mapped
+from shared.stage import StageHeader, StageSettings, mapped, shared_memory
 
 BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, ROUNDS = 1 << 20, 16, 128, 7
 HEADER = StageHeader(
@@ -31,8 +31,7 @@ HEADER = StageHeader(
 
 def run() -> dict[str, float]:
     """Return the figures by name."""
-    shared_memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
         return asyncio.run(_measure(StageSettings(dir=folder, max_bytes=1 << 30)))
 
 

@@ -25,6 +25,7 @@ from shared.bus import Bus
 from shared.clock import now_ms
 from shared.config import Common
 from shared.errors import FestinaError, LutRefused, Unavailable
+from shared.known_models import KnownModels
 from shared.lut import unpack
 from shared.metrics import Metrics
 from shared.model import GpuSummary, ModelSpec, Placement
@@ -74,8 +75,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._luts: dict[str, bytes] = {}  # tables that the core has had, by their keys
         self._reading: asyncio.Task[None] | None = None
-        self._models: dict[str, ModelSpec] = {}  # as the core knows them
-        self._models_heard: set[str] = set()  # heard of since the bus is back: newer than what was read
+        self._models = KnownModels()
         self._rereading: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._recorder = recorder(service, self.ident)
@@ -141,8 +141,7 @@ class Shell:
     async def _reread(self) -> None:
         """Tell the core what has changed while it could hear nothing, as the messages it has missed.
 
-        The store is read twice, for the writer of a change may be late with it: a model counts as removed
-        only if it is missing both times, and if nobody has spoken of it since the bus is back.
+        The store is read twice; `KnownModels.news` says why.
         """
         missing: set[str] | None = None
         for _ in range(REREAD_TRIES):
@@ -164,14 +163,10 @@ class Shell:
 
         Returns those that are missing now; None after the second look.
         """
-        stored = {model.name: model for model in await self.store.read_all(MODEL_KEYS, ModelSpec)}
-        for name, model in stored.items():
-            if self._models.get(name) != model and name not in self._models_heard:
-                self._retell(ev.ModelRegistered(model=model))
-        now_missing = self._models.keys() - stored.keys() - self._models_heard
-        for name in sorted(now_missing & (missing or set())):
-            self._retell(ev.ModelRemoved(model=name))
-        return set(now_missing) if missing is None else None
+        told, missing_now = self._models.news(await self.store.read_all(MODEL_KEYS, ModelSpec), missing)
+        for message in told:
+            self._retell(message)
+        return missing_now if missing is None else None
 
     def _retell(self, message: ev.Message) -> None:
         if self.service in ROUTES[type(message)].readers:
@@ -179,16 +174,11 @@ class Shell:
 
     def _note(self, event: ev.Message | ev.Event) -> None:
         """Keep in step with what the core knows of the models."""
-        match event:
-            case ev.ModelRegistered(model=model):
-                self._models[model.name] = model
-            case ev.ModelRemoved(model=name):
-                self._models.pop(name, None)
-            case ev.BusRestored():
-                self._models_heard.clear()
-                if self._rereading is not None:
-                    self._rereading.cancel()
-                self._rereading = asyncio.create_task(self._reread())
+        self._models.note(event)
+        if isinstance(event, ev.BusRestored):
+            if self._rereading is not None:
+                self._rereading.cancel()
+            self._rereading = asyncio.create_task(self._reread())
 
     def feed(self, event: ev.Message | ev.Event) -> None:
         """Let the core take one event, and do what it says."""
@@ -249,10 +239,7 @@ class Shell:
                 key = lut_key(message.gpu_type, message.model)
                 self._reading = asyncio.create_task(self._read_luts(key))
                 return
-            if isinstance(message, ev.ModelRegistered):
-                self._models_heard.add(message.model.name)
-            elif isinstance(message, ev.ModelRemoved):
-                self._models_heard.add(message.model)
+            self._models.hear(message)
             if self._held is None:
                 self.heard(message)
             else:

@@ -45,6 +45,12 @@ class StageDamaged(FestinaError):
     """A stage does not hold what it should; its KV has to be computed instead."""
 
 
+def shared_memory() -> Path | None:
+    """Return this machine's shared memory; None where there is none to write to."""
+    folder = Path("/dev/shm")
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
 class StageSettings(Struct):
     """Where a host's stages are, the same for its migrator and its engines (section ``stages``).
 
@@ -66,9 +72,7 @@ class StageSettings(Struct):
         """Return the folder of a host's stages."""
         if self.dir:
             return Path(self.dir) / host
-        shared_memory = Path("/dev/shm")
-        usable = shared_memory.is_dir() and os.access(shared_memory, os.W_OK)
-        return (shared_memory if usable else Path(tempfile.gettempdir())) / "festina" / host
+        return (shared_memory() or Path(tempfile.gettempdir())) / "festina" / host
 
 
 class StageHeader(Struct):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from services.gateway.events import STOPPED, Arrived, ClientGone, Deliver, Fail
 from services.local_sched.made_up import Answer, answer
-from shared.devices import device_for
 from shared.model import ModelSpec, Request
 from shared.slo import objectives_for
 from sim.nodes import VOCAB, Node
@@ -143,13 +142,12 @@ class Clients:
     def _fills_memory(self, record: RequestRecord, output_tokens: int) -> bool:
         """Say whether a request may be cut off because a GPU beside its models holds no more tokens of it."""
         scenario = self._scenario
-        total_bytes = (scenario.device or device_for(scenario.gpu_type)).total_bytes
+        device = scenario.made_of
         settings = scenario.settings.local
-        room_bytes = total_bytes * (1.0 - settings.memory_margin)
+        room_bytes = device.total_bytes * (1.0 - settings.memory_margin)
         pool_bytes = room_bytes if scenario.elastic_kv else settings.fixed_pool_share * room_bytes
         room_bytes = min(pool_bytes, room_bytes - sum(model.weight_bytes for model in scenario.models))
-        block_tokens = device_for(scenario.gpu_type).block_tokens
-        tokens = record.input_tokens + output_tokens + block_tokens
+        tokens = record.input_tokens + output_tokens + device.block_tokens
         return tokens * self._models[record.model].kv_bytes_per_token >= room_bytes
 
     def fail(self, now_ms: float, action: Fail) -> None:

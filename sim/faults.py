@@ -31,7 +31,6 @@ import msgspec
 from services.gateway.events import STOPPED, AddModel, DrainGpu, RemoveModel
 from services.local_sched.work import Work
 from shared import events as ev
-from shared.devices import device_for
 from shared.engine import EngineEnded
 from shared.lut import Lut, pack
 from shared.lut_table import Provenance
@@ -209,7 +208,7 @@ def _other_host(source: GpuNode, destination: GpuNode) -> str:
 def _lut(world: "World", fault: Fault) -> None:
     """Store a table as the command line does; whoever decides by tables reads it, at once or at its start."""
     spec = next(model for model in world.scenario.models if model.name == fault.target)
-    device = world.scenario.device or device_for(world.scenario.gpu_type)
+    device = world.scenario.made_of
     right = lut_of(device, spec)
     times = right.block.copy()
     for grid in right.axes.grids(times)[::2]:  # of prefill and decode; between them are the powers

@@ -15,8 +15,9 @@ from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.made_up import VocabSlice
 from services.migrator.core import MigratorCore
 from shared import events as ev
-from shared.devices import Device, device_for
+from shared.devices import Device
 from shared.engine import ClockApplied, SetClock
+from shared.known_models import KnownModels
 from shared.lut import Lut, build
 from shared.model import ModelSpec, Placement, Request
 from shared.subjects import CONSOLIDATOR, GATEWAY, GLOBAL, LOCAL, MIGRATOR
@@ -41,8 +42,7 @@ class Node:
         armed_ms: the earliest tick in the world's heap.
         paused_until_ms: it stands still until then; what comes meanwhile waits.
         life: number of its present process; what was meant for an earlier one is dropped.
-        models, models_heard, rereads: what its core knows of models, those that the bus has told of since it
-            was back, and how often it was (`sim/shells.py`).
+        models, rereads: what its core knows of models, and how often its bus was back (`sim/shells.py`).
     """
 
     index: int
@@ -59,8 +59,7 @@ class Node:
     ticks_at_once: int = 0
     ticked_ms: float = -math.inf
     last_ms: float = -math.inf
-    models: dict[str, ModelSpec] = field(default_factory=dict)
-    models_heard: set[str] = field(default_factory=set)
+    models: KnownModels = field(default_factory=KnownModels)
     rereads: int = 0
 
     @property
@@ -179,7 +178,7 @@ def build_nodes(scenario: Scenario, true_tokens: Callable[[Request], int]) -> li
     """Return all services of a scenario, none of them started, in the order in which they are to be."""
     settings = scenario.settings
     predict = predict_of(scenario, true_tokens)
-    device = scenario.device or device_for(scenario.gpu_type)
+    device = scenario.made_of
     if scenario.default_clock_mhz is not None:
         device = replace(device, default_clock_mhz=scenario.default_clock_mhz)
     nodes: list[Node] = []

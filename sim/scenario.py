@@ -1,9 +1,6 @@
 """What a world is asked to play, and what it tells: plain data."""
 
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from services.consolidator.settings import ConsolidatorSettings
 from services.gateway.settings import GatewaySettings
@@ -11,7 +8,7 @@ from services.global_sched.predict import Learnt
 from services.global_sched.settings import GlobalSettings
 from services.local_sched.settings import LocalSettings
 from services.migrator.settings import MigratorSettings
-from shared.devices import Device
+from shared.devices import Device, device_for
 from shared.model import ModelSpec, Objectives, Struct
 from sim.workload import Arrival
 
@@ -116,6 +113,11 @@ class Scenario(Struct):
     device_sample_ms: float = 250.0
     clock_offsets_ms: dict[str, float] = {}
 
+    @property
+    def made_of(self) -> Device:
+        """What every GPU is."""
+        return self.device or device_for(self.gpu_type)
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -210,7 +212,3 @@ class Result:
     events: int
     trace_hash: str
     wall_s: float = 0.0
-
-    def as_builtins(self) -> Any:
-        """Return it as plain dictionaries and lists."""
-        return msgspec.to_builtins(self)

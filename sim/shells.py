@@ -1,8 +1,7 @@
 """What the shells of services tell their cores of the store, as `shared/runtime.py` does live.
 
 At its start a service hears all that the store knows. While its bus is away it misses news; once that is back
-it hears what has changed meanwhile. The store is read twice for this, for the writer of a change may be late
-with it: a model counts as removed only if it is missing both times, and nobody has spoken of it since.
+it hears what has changed meanwhile, in two looks (`KnownModels.news`).
 """
 
 import math
@@ -34,7 +33,7 @@ class Shells:
         node.offset_ms, node.last_ms = node.wall_ms, -math.inf
         node.life += 1
         node.bus_lost, node.armed_ms = False, math.inf
-        node.models = {}
+        node.models.specs = {}
         models = tuple(world.store.models(now_ms))
         placement = world.store.placement(now_ms)
         if isinstance(node, GpuNode):
@@ -55,22 +54,10 @@ class Shells:
 
     def note(self, node: Node, event: ev.Message | ev.Event) -> None:
         """Keep in step with what a core knows of the models; read the store once its bus is back."""
-        match event:
-            case ev.ModelRegistered(model=model):
-                node.models[model.name] = model
-            case ev.ModelRemoved(model=name):
-                node.models.pop(name, None)
-            case ev.BusRestored():
-                node.models_heard.clear()
-                node.rereads += 1
-                self._world.later(0.0, partial(self._reread, node, node.life, node.rereads, None))
-
-    def heard(self, node: Node, message: ev.Message) -> None:
-        """Note of which models the bus has brought news."""
-        if isinstance(message, ev.ModelRegistered):
-            node.models_heard.add(message.model.name)
-        elif isinstance(message, ev.ModelRemoved):
-            node.models_heard.add(message.model)
+        node.models.note(event)
+        if isinstance(event, ev.BusRestored):
+            node.rereads += 1
+            self._world.later(0.0, partial(self._reread, node, node.life, node.rereads, None))
 
     def _reread(self, node: Node, life: int, reread: int, missing: set[str] | None) -> None:
         """Tell what has changed in the store, and of models gone that were `missing` at the look before."""
@@ -82,16 +69,12 @@ class Shells:
             world.later(node.paused_until_ms - world.now_ms, again)
             return
         self._retell_luts(node)
-        stored = {model.name: model for model in world.store.models(world.now_ms)}
-        for name, model in stored.items():
-            if node.models.get(name) != model and name not in node.models_heard:
-                self._retell(node, ev.ModelRegistered(model=model))
-        now_missing = node.models.keys() - stored.keys() - node.models_heard
-        for name in sorted(now_missing & (missing or set())):
-            self._retell(node, ev.ModelRemoved(model=name))
+        told, missing_now = node.models.news(world.store.models(world.now_ms), missing)
+        for message in told:
+            self._retell(node, message)
         self._retell_placement(node)
         if missing is None:
-            world.later(REREAD_MS, partial(self._reread, node, life, reread, set(now_missing)))
+            world.later(REREAD_MS, partial(self._reread, node, life, reread, missing_now))
 
     def _retell_luts(self, node: Node) -> None:
         if node.service in ROUTES[ev.LutStored].readers:

@@ -63,6 +63,13 @@ class Tries:
         luts = {model.name: lut_of(base.device, model) for model in base.models}
         self.windows = split(base.arrivals, luts)
         self._order = playing_order(self.windows)
+        self._requests = [window.requests for window in self.windows]
+        self._tokens = [
+            sum(arrival.output_tokens for arrival in base.arrivals[window.first : window.past])
+            for window in self.windows
+        ]
+        self._spans_ms = [window.span_ms for window in self.windows]
+        self._by_load = ranked(self.windows)
         self.whole = whole or len(self.windows) <= FEW
         self._kept_ms = {model.name: model.keep_alive_ms for model in base.models}
         self._excerpts: dict[int, Excerpt] = {}
@@ -127,16 +134,10 @@ class Tries:
     def outcome(self, gpus: int) -> Outcome:
         """Return what came of a number of GPUs."""
         counts = self._played_whole.get(gpus) or self._sampled[gpus]
-        requests = [window.requests for window in self.windows]
-        tokens = [
-            sum(arrival.output_tokens for arrival in self._base.arrivals[window.first : window.past])
-            for window in self.windows
-        ]
-        spans_ms = [window.span_ms for window in self.windows]
-        by_load = ranked(self.windows)
+        requests, tokens, spans_ms = self._requests, self._tokens, self._spans_ms
 
         def all_of(name: str, sizes: Sequence[float], unit: float, most: float) -> Estimate:
-            sums = total({index: getattr(one, name) for index, one in counts.items()}, sizes, by_load)
+            sums = total({index: getattr(one, name) for index, one in counts.items()}, sizes, self._by_load)
             ends = (min(most, max(0.0, end / unit)) for end in (sums.value, sums.low, sums.high))
             return Estimate(*ends)
 

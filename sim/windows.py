@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from scipy.stats import t as student
 
@@ -182,14 +183,7 @@ def excerpt(
     kept.sort(key=lambda arrival: arrival.at_ms)
     return Excerpt(
         arrivals=tuple(
-            Arrival(
-                at_ms=arrival.at_ms - start_ms,
-                model=arrival.model,
-                input_tokens=arrival.input_tokens,
-                output_tokens=arrival.output_tokens,
-                tenant=arrival.tenant,
-            )
-            for arrival in (*kept, *played)
+            msgspec.structs.replace(arrival, at_ms=arrival.at_ms - start_ms) for arrival in (*kept, *played)
         ),
         from_ms=window.from_ms - start_ms,
         until_ms=window.until_ms - start_ms,

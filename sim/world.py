@@ -15,7 +15,6 @@ from typing import Any
 from services.gateway.events import Deliver, Fail
 from shared import engine as en
 from shared import events as ev
-from shared.devices import device_for
 from shared.subjects import GATEWAY, learnt_key, model_key
 from sim import faults
 from sim.chance import Chance
@@ -58,7 +57,7 @@ class World:
         self.bus = Bus(self.nodes, scenario.network, Chance(scenario.seed), self._carry)
         self.store = Store()
         self.luts: dict[str, bytes] = {}  # in the store as well, packed
-        self.total_bytes = device_for(scenario.gpu_type).total_bytes  # of each GPU
+        self.total_bytes = scenario.made_of.total_bytes  # of each GPU
         self.counters: dict[str, float] = {}
         self.hardware = Hardware(self)
         self._shells = Shells(self)
@@ -225,7 +224,7 @@ class World:
             self._push(node.paused_until_ms, MESSAGE, node, message)
         elif node.hears:
             if type(message) in MODEL_NEWS:
-                self._shells.heard(node, message)
+                node.models.hear(message)
             self.feed(node, message)
 
     def _to_client(self, node: Node, action: Deliver | Fail) -> None:

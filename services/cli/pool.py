@@ -20,6 +20,7 @@ from services.cli import tables
 from services.cli.supervise import Child, free_port
 from shared.errors import FestinaError
 from shared.span_log import TRACES
+from shared.stage import shared_memory
 
 PYTHON = sys.executable
 LOOPBACK_BYTES_S = "1e9"  # what KV from one emulated host to another is taken to travel at, at first
@@ -90,10 +91,10 @@ class Pool:
     @property
     def stage_dir(self) -> Path:
         """Folder for KV that is moved: in shared memory, each pool's its own, or in the state folder."""
-        shared_memory = Path("/dev/shm")
-        if not os.access(shared_memory, os.W_OK):
+        memory = shared_memory()
+        if memory is None:
             return self.state_dir / "run" / "stages"
-        return shared_memory / f"festina-{sha256(str(self.state_dir).encode()).hexdigest()[:12]}"
+        return memory / f"festina-{sha256(str(self.state_dir).encode()).hexdigest()[:12]}"
 
     def core_services(self) -> list[Child]:
         """Return the services that every pool has, then the emulated hosts', not started yet."""

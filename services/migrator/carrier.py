@@ -1,12 +1,12 @@
 """Carries out what the core orders: stages are made, sent to other hosts, and freed (3.5, F)."""
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from services.migrator.actions import ChunkSent, CloseStage, OpenStage, SendChunk, StageOpened
 from services.migrator.link import Links
 from services.migrator.stages import Stages
+from services.migrator.tasks import Tasks
 from shared.errors import FestinaError
 from shared.events import Event
 
@@ -34,33 +34,25 @@ class Carrier:
         self._links = links
         self._address_of = address_of
         self._report = report
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def open(self, order: OpenStage) -> None:
         """Make a stage."""
-        self._begin(self._open(order))
+        self._tasks.begin(self._open(order))
 
     def send(self, order: SendChunk) -> None:
         """Send blocks of a stage to another host."""
-        self._begin(self._send(order))
+        self._tasks.begin(self._send(order))
 
     def free(self, order: CloseStage) -> None:
         """Free a stage here, and with its connection on the other host; one being made goes once it is."""
         self._stages.free(order.stage)
-        self._begin(self._links.close(order.stage))
+        self._tasks.begin(self._links.close(order.stage))
 
     async def close(self) -> None:
         """End everything under way."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.end()
         await self._links.close_all()
-
-    def _begin(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _open(self, order: OpenStage) -> None:
         try:

@@ -67,8 +67,6 @@ class MigratorCore:
 
     def __init__(self, migrator: str, settings: MigratorSettings) -> None:
         self._host = Host(migrator, settings)
-        self._id = migrator
-        self._set = settings
         self._runs: dict[str, Run] = {}  # by step id
         self._waiting: deque[ev.Move] = deque()
         self._known: dict[str, None] = {}  # ids of moves taken, oldest first
@@ -110,7 +108,7 @@ class MigratorCore:
                     actions = arrived if arrived is not None else self._adopt(now_ms, run)
             case ev.Adopted(move_id=step_id, started=False):
                 if run := self._awaiting(step_id, ADOPT):
-                    actions = self._advance(now_ms, run, COMMIT, ev.CommitMove(move_id=step_id))
+                    actions = self._host.advance(now_ms, run, COMMIT, ev.CommitMove(move_id=step_id))
             case ev.Adopted(move_id=step_id, started=True):
                 if run := self._awaiting(step_id, COMMIT):
                     actions = self._committed(now_ms, run)
@@ -131,18 +129,19 @@ class MigratorCore:
     def _take(self, move: ev.Move) -> list[ev.Action]:
         if move.move_id in self._known:
             return []
+        settings = self._host.settings
         self._known[move.move_id] = None
-        if len(self._known) > self._set.max_remembered + self._set.max_moves + self._set.max_waiting:
+        if len(self._known) > settings.max_remembered + settings.max_moves + settings.max_waiting:
             del self._known[next(iter(self._known))]
-        if len(self._waiting) >= self._set.max_waiting:
+        if len(self._waiting) >= settings.max_waiting:
             reason = f"{len(self._waiting)} moves wait already"
-            return ended(self._id, move.move_id, move.request_id, "aborted", RELEASE, reason)
+            return ended(self._host.ident, move.move_id, move.request_id, "aborted", RELEASE, reason)
         self._waiting.append(move)
         return []
 
     def _start_waiting(self, now_ms: float) -> list[ev.Action]:
         actions: list[ev.Action] = []
-        while self._waiting and len(self._runs) < self._set.max_moves and not self._bus_lost:
+        while self._waiting and len(self._runs) < self._host.settings.max_moves and not self._bus_lost:
             actions += self._release(now_ms, Run(self._waiting.popleft()))
         return actions
 
@@ -153,10 +152,6 @@ class MigratorCore:
         run = self._runs.get(step_id)
         return run if run and run.stage in stages else None
 
-    def _advance(self, now_ms: float, run: Run, stage: str, order: ev.Message) -> list[ev.Action]:
-        """Send the order of a step to the GPU it is for, and wait for the answer."""
-        return self._host.advance(now_ms, run, stage, order)
-
     def _release(self, now_ms: float, run: Run) -> list[ev.Action]:
         """Ask for a request that waits, or, where none does any more, for one that runs."""
         move = run.move
@@ -165,8 +160,10 @@ class MigratorCore:
         request_id = ANY if run.is_series else move.request_id
         if run.runs:
             return live.prepare(self._host, now_ms, run, request_id)
-        order = ev.Release(move_id=run.step_id, request_id=request_id, migrator=self._id, model=move.model)
-        return self._advance(now_ms, run, RELEASE, order)
+        order = ev.Release(
+            move_id=run.step_id, request_id=request_id, migrator=self._host.ident, model=move.model
+        )
+        return self._host.advance(now_ms, run, RELEASE, order)
 
     def _answered_release(self, now_ms: float, run: Run, event: ev.Released) -> list[ev.Action]:
         if event.request is not None:
@@ -192,7 +189,7 @@ class MigratorCore:
         del self._runs[run.step_id]
         outcome = "committed" if run.is_series else "aborted"
         reason = f"{len(run.moved)} moved" if run.is_series else reason
-        return ended(self._id, run.move.move_id, run.move.request_id, outcome, run.stage, reason)
+        return ended(self._host.ident, run.move.move_id, run.move.request_id, outcome, run.stage, reason)
 
     def _released(self, now_ms: float, run: Run, event: ev.Released) -> list[ev.Action]:
         assert event.request is not None
@@ -219,13 +216,13 @@ class MigratorCore:
             move_id=run.step_id,
             request=run.request,
             predicted_output_tokens=run.predicted_output_tokens,
-            migrator=self._id,
+            migrator=self._host.ident,
             source=run.move.source,
             energy_j=run.energy_j,
             stage=run.stage_name if run.kv_tokens else "",
             kv_tokens=run.kv_tokens,
         )
-        return self._advance(now_ms, run, ADOPT, order)
+        return self._host.advance(now_ms, run, ADOPT, order)
 
     # ---- endings
 
@@ -237,7 +234,7 @@ class MigratorCore:
             *self._close_when_read(now_ms, run),
             *spans(now_ms, run, ""),
             *counts(now_ms, run),
-            *ended(self._id, run.step_id, run.request_id, "committed", COMMIT, ""),
+            *ended(self._host.ident, run.step_id, run.request_id, "committed", COMMIT, ""),
         ]
         if run.is_series:
             run.moved.add(run.request_id)
@@ -258,11 +255,11 @@ class MigratorCore:
         if self._bus_lost:
             return actions
         for run in [run for run in self._runs.values() if run.due_ms <= now_ms]:
-            if run.stage == COMMIT and run.tries < self._set.commit_tries:
+            if run.stage == COMMIT and run.tries < self._host.settings.commit_tries:
                 run.tries += 1
-                run.due_ms = now_ms + self._set.step_timeout_ms
+                run.due_ms = now_ms + self._host.settings.step_timeout_ms
                 actions.append(ev.Send(to=run.move.destination, message=ev.CommitMove(move_id=run.step_id)))
-            elif run.stage == CREDIT and run.tries < self._set.credit_tries:
+            elif run.stage == CREDIT and run.tries < self._host.settings.credit_tries:
                 actions += live.ask_again(self._host, now_ms, run)
             else:
                 actions += self._abort(now_ms, run, f"no answer to {run.stage}")
@@ -272,9 +269,9 @@ class MigratorCore:
         """Return both sides to what was before; a destination that has started the request keeps it."""
         actions = self._undo(now_ms, run, reason)
         if run.is_series:
-            actions += ended(self._id, run.step_id, run.request_id, "aborted", run.stage, reason)
+            actions += ended(self._host.ident, run.step_id, run.request_id, "aborted", run.stage, reason)
         move = run.move
-        return actions + ended(self._id, move.move_id, move.request_id, "aborted", run.stage, reason)
+        return actions + ended(self._host.ident, move.move_id, move.request_id, "aborted", run.stage, reason)
 
     def _undo(self, now_ms: float, run: Run, reason: str) -> list[ev.Action]:
         del self._runs[run.step_id]
@@ -290,7 +287,7 @@ class MigratorCore:
         if not run.kv_tokens:
             return [*_closing(run)]
         for closing in _closing(run):
-            self._read[run.step_id] = (now_ms + self._set.import_timeout_ms, closing)
+            self._read[run.step_id] = (now_ms + self._host.settings.import_timeout_ms, closing)
         return []
 
 

@@ -34,23 +34,22 @@ class SlabPool:
         self._max_bytes = max_bytes
         self._slab_bytes = slab_bytes
         self._held: dict[str, _Held] = {}
-        self._taken_bytes = 0
-        self._used_bytes = 0
 
     @property
     def taken_bytes(self) -> int:
         """Bytes of all slabs in use."""
-        return self._taken_bytes
+        return sum(held.bytes_taken for held in self._held.values())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that were asked for."""
-        return self._used_bytes
+        return sum(held.blocks * held.block_bytes for held in self._held.values())
 
     @property
     def fragmentation(self) -> float:
         """The part of the slabs in use that no block was asked for in, 0 to 1."""
-        return 1 - self._used_bytes / self._taken_bytes if self._taken_bytes else 0.0
+        taken_bytes = self.taken_bytes
+        return 1 - self.used_bytes / taken_bytes if taken_bytes else 0.0
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -69,17 +68,13 @@ class SlabPool:
             return f"stage {name} has blocks of {held.block_bytes} bytes, not of {block_bytes}"
         slabs = max(held.slabs, -(-blocks // held.slab_blocks))
         more_bytes = (slabs - held.slabs) * held.slab_blocks * block_bytes
-        if self._taken_bytes + more_bytes > self._max_bytes:
-            free_bytes = self._max_bytes - self._taken_bytes
+        free_bytes = self._max_bytes - self.taken_bytes
+        if more_bytes > free_bytes:
             return f"{free_bytes} of {self._max_bytes} bytes for stages are free, not {more_bytes}"
-        self._taken_bytes += more_bytes
-        self._used_bytes += max(0, blocks - held.blocks) * block_bytes
         held.slabs, held.blocks = slabs, max(held.blocks, blocks)
         self._held[name] = held
         return ""
 
     def free(self, name: str) -> None:
         """Take a stage's slabs back; nothing if it has none."""
-        if held := self._held.pop(name, None):
-            self._taken_bytes -= held.bytes_taken
-            self._used_bytes -= held.blocks * held.block_bytes
+        self._held.pop(name, None)

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Coroutine
 
 from services.migrator.settings import LinkSettings
 from services.migrator.stages import Stages
+from services.migrator.tasks import Tasks
 from services.migrator.transport_tcp import Blocks, Connection, Open, Taken, admit
 from shared.errors import ConfigError, FestinaError, Unavailable
 from shared.stage import Stage, mapped
@@ -28,7 +28,7 @@ class Receiver:
         self._stages = stages
         self._settings = settings
         self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def address(self) -> str:
@@ -52,22 +52,14 @@ class Receiver:
             where = f"{self._settings.host}:{self._settings.port}"
             raise ConfigError(f"cannot listen for other migrators on {where}: {error}") from None
         self._listener.setblocking(False)
-        self._spawn(self._listen(self._listener))
+        self._tasks.begin(self._listen(self._listener))
 
     async def close(self) -> None:
         """Stop listening, and remove what has come."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.end()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, listener: socket.socket) -> None:
         """Take connections in; one too many is closed at once."""
@@ -81,7 +73,7 @@ class Receiver:
             if len(self._tasks) > self._settings.max_links:
                 sock.close()
                 continue
-            self._spawn(self._serve(sock))
+            self._tasks.begin(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
         """Take in one stage; whoever sends it is told what is wrong, where that is possible."""

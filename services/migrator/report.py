@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from services.migrator.run import Run
+from services.migrator.run import KV, TOKENS, Run
 from shared import events as ev
 
 
@@ -19,7 +19,7 @@ def ended(
 
 def counts(now_ms: float, run: Run) -> list[ev.Action]:
     """Count a request that has moved: how, with how much KV, and for how long it stood still."""
-    labels = {"mode": run.mode if run.kv_tokens or run.mode != "kv" else "tokens"}
+    labels = {"mode": run.mode if run.kv_tokens or run.mode != KV else TOKENS}
     counted: list[ev.Action] = [ev.Count(name="moved_requests", labels=labels)]
     if run.frozen_ms:
         counted.append(ev.Count(name="move_freeze_ms", labels=labels, value=now_ms - run.frozen_ms))

@@ -230,11 +230,11 @@ async def test_what_is_heard_after_the_bus_is_back_is_newer_than_what_the_store_
     await asyncio.sleep(0.6)
     assert core.of(ev.ModelRemoved) == []
     # what this process itself has queued to write counts as well
-    shell._models[own.name] = own
+    shell._models.specs[own.name] = own
     servers.stop("store")
     shell.store.put(model_key(own.name), own)
     servers.start("store")
-    shell._models_heard.clear()
+    shell._models.heard.clear()
     await shell._reread()
     assert core.of(ev.ModelRemoved) == [ev.ModelRemoved(model=model.name)]
 

@@ -58,6 +58,7 @@ SHELL_FILES = {
     "services/migrator/link.py",
     "services/migrator/receiver.py",
     "services/migrator/stages.py",
+    "services/migrator/tasks.py",
     "services/migrator/transport_tcp.py",
     "sim/cli.py",
     "sim/collector.py",

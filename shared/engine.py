@@ -96,10 +96,11 @@ class StepOutput(Struct, array_like=True):
 class StepDone(Event):
     """An engine has finished a step under the plan `plan_id`, or several since its last report.
 
-    `steps` is how many, `duration_ms` that of all of them. `ages_ms` says how long ago each ended, the first
-    of them first; empty if it was one. The tokens of an output are those of the last steps. `aborted_j` is
-    what requests took that were stopped before it was told. `untold` is how many requests have decoded in
-    them whose tokens are told of later; with those tokens, `ages_ms` goes back further than the `steps`.
+    `steps` is how many, 0 where only tokens of earlier ones are told; `duration_ms` that of all of them.
+    `ages_ms` says how long ago each ended, the first of them first; empty if it was one. The tokens of an
+    output are those of the last steps. `aborted_j` is what requests took that were stopped before it was
+    told. `untold` is how many requests have decoded in them whose tokens are told of later; with those
+    tokens, `ages_ms` goes back further than the `steps`.
     """
 
     model: str

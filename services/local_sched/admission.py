@@ -113,7 +113,7 @@ def new_work(state: State, now_ms: float, request: Request, predicted_output_tok
         arrived_ms=now_ms,
         runnable_ms=now_ms,
         due_ms=asked_ms + ttft_ms,
-        prefill_ms=prefill_alone_ms(state, request),
+        prefill_ms=prefill_alone_ms(state, request.model, request.context_tokens),
         energy_j=0.0 if state.device.has_meter else None,
     )
 
@@ -173,11 +173,11 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
     return actions
 
 
-def task_of(state: State, now_ms: float, work: Work, prefill_ms: float | None = None) -> batch.Task:
+def task_of(state: State, now_ms: float, work: Work) -> batch.Task:
     """Return the prefill of a request as the batcher weighs it; `prefill_ms` is its time, where given."""
     return batch.Task(
         work.request.request_id,
-        score_of(state, now_ms, work, work.prefill_ms if prefill_ms is None else prefill_ms),
+        score_of(state, now_ms, work, work.prefill_ms),
         tenant=work.request.tenant,
         late=work.due_ms <= now_ms and not work.urgent,
         cost=_cost(work),
@@ -236,7 +236,6 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
     return [*actions, with_kv]
 
 
-def prefill_alone_ms(state: State, request: Request) -> float:
-    """Return the profiled time of a request's prefill on the whole device, at the clock of now."""
-    lut = state.engines[request.model].lut
-    return float(lut.ttft_ms(state.clock_mhz, 100, request.context_tokens))
+def prefill_alone_ms(state: State, model: str, tokens: int) -> float:
+    """Return the profiled time of a prefill on the whole device, at the clock of now."""
+    return float(state.engines[model].lut.ttft_ms(state.clock_mhz, 100, tokens))

@@ -93,18 +93,24 @@ def _end(state: State, now_ms: float, works: list[Work], finish_reason: str, err
 def forget(state: State, now_ms: float, work: Work) -> None:
     """Take work off every list, free its memory, and remember that it has been here."""
     request = work.request
-    engine = state.engines.get(request.model)
-    if engine is not None:
+    leave_engine(state, work)
+    if engine := state.engines.get(request.model):
+        engine.used_ms = now_ms
+    state.queue.pop(request.request_id, None)
+    del state.works[request.request_id]
+    state.remember(request.request_id, request.attempt)
+    state.changed()
+
+
+def leave_engine(state: State, work: Work) -> None:
+    """Take work off its engine, if it is in one, end its moves, and free its memory."""
+    request = work.request
+    if engine := state.engines.get(request.model):
         engine.running.pop(work.run_id, None)
         engine.frozen -= {work.run_id}
         engine.tally = None
-        engine.used_ms = now_ms
     leave_moves(state, work)
-    state.queue.pop(request.request_id, None)
-    del state.works[request.request_id]
     state.ledger.release(request.model, request.request_id)
-    state.remember(request.request_id, request.attempt)
-    state.changed()
 
 
 def leave_moves(state: State, work: Work) -> None:

@@ -25,7 +25,7 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
     if engine is not None and engine.state in ("loading", "ready"):
         return []
     if engine is not None and engine.state == "unloading":
-        engine.spec, engine.load_again = event.model, not engine.gave_up
+        engine.spec, engine.load_again = event.model, not engine.reason
         return []
     return _load(state, now_ms, event.model)
 
@@ -74,10 +74,9 @@ def give_up_loading(state: State, now_ms: float) -> list[Action]:
         if engine.state != "loading" or now_ms < engine.load_due_ms:
             continue
         loading_s = (now_ms - engine.used_ms) / 1000.0
-        engine.gave_up = f"{model} was still not loaded after {loading_s:.0f} s"
-        engine.state, engine.reason = "unloading", engine.gave_up
+        engine.state, engine.reason = "unloading", f"{model} was still not loaded after {loading_s:.0f} s"
         works = [work for work in state.works.values() if work.request.model == model]
-        actions += [*fail(state, now_ms, works, engine.gave_up), UnloadEngine(model=model)]
+        actions += [*fail(state, now_ms, works, engine.reason), UnloadEngine(model=model)]
         state.changed()
     return actions
 
@@ -106,9 +105,9 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     engine = state.engines.get(event.model)
     if engine is None or engine.state == "failed":
         return []
-    asked = engine.state == "unloading" and not engine.gave_up
+    asked = engine.state == "unloading" and not engine.reason
     works = [work for work in state.works.values() if work.request.model == event.model]
-    reason = engine.gave_up or f"engine died: {event.reason or 'no reason given'}"
+    reason = engine.reason or f"engine died: {event.reason or 'no reason given'}"
     engine.running.clear()  # nothing can be stopped in it any more
     engine.tally = None
     actions = fail(state, now_ms, works, reason)

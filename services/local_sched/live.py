@@ -28,7 +28,7 @@ def prepare(state: State, now_ms: float, event: Prepare) -> list[Action]:
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None:
         work, choice, reason = _choose(state, event)
-        if work is None or choice.mode == STAY:
+        if work is None:
             stays = Prepared(move_id=event.move_id, request_id=event.request_id, mode=STAY, reason=reason)
             return [Send(to=event.migrator, message=stays)]
         request = work.request
@@ -155,7 +155,7 @@ def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
     if transfer.exports:
         return counted  # of one before the freeze
     work = state.works[transfer.request_id]
-    transfer.released, transfer.staged = True, staged
+    transfer.staged = staged
     transfer.kv_tokens = min(event.tokens, work.context_tokens - 1)
     return [*counted, *released(state, now_ms, event.move_id, transfer)]
 
@@ -168,7 +168,7 @@ def _copied(state: State, side: str, energy_j: float | None) -> list[Action]:
 
 def released(state: State, now_ms: float, move_id: str, transfer: Transfer) -> list[Action]:
     """Hand out the state of a frozen request, once there is all of it."""
-    if not transfer.released:
+    if transfer.staged is None:
         return []
     work = state.works[transfer.request_id]
     return [Send(to=transfer.migrator, message=state_of(now_ms, move_id, transfer, work))]

@@ -23,8 +23,8 @@ class Transfer:
         migrator: who drives the move; at the source only that of a running request is kept.
         mode: how a running request moves from here (`live.py`); empty for one that waits.
         exports: orders to copy KV that the engine has not answered yet.
-        frozen: the request is held in its engine; `released` once that has said so, with what it copied last
-            (`staged`), and the tokens that the stage covers (`kv_tokens`).
+        frozen: the request is held in its engine; `staged`: what that copied last, once it has said so, with
+            the tokens that the stage covers (`kv_tokens`).
         source: from which GPU; at the destination, as is all that follows.
         wanted_tokens: what memory is asked for; more than what was promised, `credit_bytes`, where that is
             to grow.
@@ -41,7 +41,6 @@ class Transfer:
     mode: str = ""
     exports: int = 0
     frozen: bool = False
-    released: bool = False
     staged: KvStaged | None = None
     kv_tokens: int = 0
     source: str = ""

@@ -55,9 +55,15 @@ def decide(state: State, now_ms: float) -> list[Action]:
             engine.least_share_pct, state.summary_due = point.least_share_pct, True
         chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
         here = (held & engine.running.keys() if held else held) | engine.frozen
-        order, share_pct = _order(engine, tasks), point.sm_share_pct
-        interval_ms = load.step_interval_ms if decision.chosen is not None else 0.0
-        actions += _set_plan(state, engine, here, order, chunk_tokens, share_pct, interval_ms)
+        plan = Plan(
+            plan_id=engine.plan.plan_id if engine.plan else 0,
+            held=here,
+            order=_order(engine, tasks),
+            chunk_tokens=chunk_tokens,
+            sm_share_pct=point.sm_share_pct,
+            step_interval_ms=load.step_interval_ms if decision.chosen is not None else 0.0,
+        )
+        actions += _set_plan(state, engine, plan)
     return actions
 
 
@@ -260,8 +266,7 @@ def freeze(state: State, engine: Engine, run_id: str) -> list[Action]:
     """Hold a run for its move at once, and in every plan from now on."""
     engine.frozen |= {run_id}
     now = engine.plan or Plan(plan_id=0)
-    same = (now.order, now.chunk_tokens, now.sm_share_pct, now.step_interval_ms)
-    return _set_plan(state, engine, now.held | {run_id}, *same)
+    return _set_plan(state, engine, replace(now, held=now.held | {run_id}))
 
 
 def _in_force_mhz(state: State) -> int:
@@ -275,26 +280,9 @@ def _set_clock(state: State, now_ms: float, clock_mhz: int) -> list[Action]:
     return [SetClock(sm_clock_mhz=clock_mhz), Count(name="clock_switches")]
 
 
-def _set_plan(
-    state: State,
-    engine: Engine,
-    held: frozenset[str],
-    order: tuple[str, ...],
-    chunk_tokens: int,
-    sm_share_pct: int,
-    step_interval_ms: float,
-) -> list[Action]:
-    """Order a plan, unless it is the one in force."""
-    in_force = engine.plan
-    plan = Plan(
-        plan_id=in_force.plan_id if in_force else 0,
-        held=held,
-        order=order,
-        chunk_tokens=chunk_tokens,
-        sm_share_pct=sm_share_pct,
-        step_interval_ms=step_interval_ms,
-    )
-    if plan == in_force:
+def _set_plan(state: State, engine: Engine, plan: Plan) -> list[Action]:
+    """Order a plan, under an id of its own, unless it is the one in force."""
+    if plan == engine.plan:
         return []
     engine.plan = replace(plan, plan_id=state.next_plan_id)
     state.next_plan_id += 1

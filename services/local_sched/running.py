@@ -1,7 +1,7 @@
 """What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
 
 from services.local_sched.admission import enqueue, prefill_alone_ms
-from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_moves, with_output
+from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_engine, with_output
 from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Stage, Work
@@ -72,7 +72,7 @@ def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -
             requests_j += output.energy_j
         else:
             aborted_j += output.energy_j
-    ended_ms = [now_ms - age_ms for age_ms in event.ages_ms[-event.steps :]] or [now_ms]
+    ended_ms = [now_ms - age_ms for age_ms in event.ages_ms[len(event.ages_ms) - event.steps :]] or [now_ms]
     state.energy.ran(ended_ms, event.duration_ms, requests_j, aborted_j)
 
 
@@ -146,8 +146,6 @@ def relieve(state: State, now_ms: float) -> list[Action]:
 
     A starved request is looked at again later, unless it has run by then: its engine reports it but once.
     """
-    if not state.starved:
-        return []
     actions: list[Action] = []
     running = {run_id: work for engine in state.engines.values() for run_id, work in engine.running.items()}
     while (due_ms := relief_due_ms(state)) is not None and due_ms <= now_ms:
@@ -181,17 +179,12 @@ def _victim(state: State, spared: Work) -> Work | None:
 def _evict(state: State, now_ms: float, work: Work) -> list[Action]:
     """Put a running request back into the queue; it goes on from the tokens that it has."""
     request = work.request
-    engine = state.engines[request.model]
-    del engine.running[work.run_id]
-    engine.frozen -= {work.run_id}
-    engine.tally = None
-    leave_moves(state, work)
-    state.ledger.release(request.model, request.request_id)
+    leave_engine(state, work)
     work.request = with_output(work)
     work.tokens, work.prefilled_tokens, work.run_tokens = [], 0, 0
     work.run_first_ms = None
     work.runnable_ms, work.due_ms = now_ms, now_ms + request.objectives.ttft_ms
-    work.prefill_ms = prefill_alone_ms(state, work.request)
+    work.prefill_ms = prefill_alone_ms(state, request.model, work.request.context_tokens)
     state.evicted_ms = now_ms
     enqueue(state, work)
     stop = StopRequest(model=request.model, request_id=work.run_id)

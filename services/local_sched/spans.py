@@ -1,7 +1,7 @@
 """What is told about a request when a part of its life here is over: trace spans, and its end."""
 
 from services.local_sched.state import Decision, State
-from services.local_sched.tune import feasible
+from services.local_sched.tune import Candidate, feasible
 from services.local_sched.work import Work
 from shared.events import Action, Span
 from shared.model import RequestEnd
@@ -100,25 +100,26 @@ def _decision(state: State, now_ms: float, work: Work) -> dict[str, object]:
     if engine is not None and engine.plan is not None:
         told["festina.chunk_tokens"] = engine.plan.chunk_tokens
     if decision is not None:
-        rule = _rule(state, decision)
+        points = decision.points
+        rule = _rule(state, decision, points)
         told["festina.decision.phase"] = rule
         told["festina.decision.reason"] = RULES[rule]
         told["festina.decision.age_ms"] = now_ms - state.decided_ms
         told["festina.decision.models"] = decision.models
-        told["festina.decision.candidates"] = tuple(decision.points)
+        told["festina.decision.candidates"] = tuple(points)
         if decision.chosen is not None:
-            told["festina.decision.chosen"] = decision.points.index(decision.chosen)
+            told["festina.decision.chosen"] = points.index(decision.chosen)
     return told
 
 
-def _rule(state: State, decision: Decision) -> str:
+def _rule(state: State, decision: Decision, points: list[Candidate]) -> str:
     """Name the rule of `RULES` by which clock and shares in force were chosen."""
     chosen = decision.chosen
     if chosen is None:
-        return "infeasible" if decision.points else "memory_awaited"
+        return "infeasible" if points else "memory_awaited"
     if state.settings.fixed_clock_mhz is not None:
         return "fixed_clock"
     if decision.memory_short:
         return "memory_short"
-    least_j = min(point.energy_j for point in decision.points if feasible(point, decision.budget_pct))
+    least_j = min(point.energy_j for point in points if feasible(point, decision.budget_pct))
     return "least_energy" if chosen.energy_j <= least_j else "clock_kept"

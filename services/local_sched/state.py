@@ -34,7 +34,6 @@ class Engine:
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
         load_due_ms: when it counts as hung if it is still loading.
-        gave_up: why it is being unloaded although it was ordered loaded; it has failed once it is gone.
     """
 
     spec: ModelSpec
@@ -52,7 +51,6 @@ class Engine:
     step_ms: float = 0.0
     load_again: bool = False
     load_due_ms: float = math.inf
-    gave_up: str = ""
 
     @property
     def pace_ms(self) -> float:

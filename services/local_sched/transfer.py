@@ -6,7 +6,7 @@
 import msgspec
 
 from services.local_sched import grants, live
-from services.local_sched.admission import enqueue, new_work
+from services.local_sched.admission import enqueue, new_work, prefill_alone_ms
 from services.local_sched.ends import delta_of, drop_move, moved_away, thaw
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer, holder
 from services.local_sched.state import State
@@ -101,7 +101,7 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
         return []
     if transfer.side == SOURCE:
         work = state.works[transfer.request_id]
-        if work.stage is not Stage.HELD and not transfer.released:
+        if work.stage is not Stage.HELD and transfer.staged is None:
             return []  # nobody else has it
         del state.moves.transfers[event.move_id]
         return [*moved_away(state, now_ms, work), Count(name="moves", labels={"side": SOURCE})]
@@ -138,9 +138,7 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     if transfer.kv_tokens:
         work.arrival = Arrival(transfer.stage, transfer.kv_tokens, event.move_id, transfer.migrator)
         work.prefilled_tokens = transfer.kv_tokens
-        work.prefill_ms = float(
-            state.engines[request.model].lut.ttft_ms(state.clock_mhz, 100, work.prefill_tokens)
-        )
+        work.prefill_ms = prefill_alone_ms(state, request.model, work.prefill_tokens)
     enqueue(state, work)
     if request.output_tokens:  # the source forgets them, and the last may not have reached the gateway
         so_far = msgspec.structs.replace(

@@ -205,9 +205,9 @@ def finalists(found: Iterable[Stretch], clocks_mhz: Sequence[int], current: int 
 
 def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tuple[int | None, ...]:
     """Return the least share per engine that meets its deadlines at a clock, beside the others."""
-    sizes_pct, places = device.sm_sizes_pct, (0,) * len(profiles)
+    divide, sizes_pct, places = divider_of(device), device.sm_sizes_pct, (0,) * len(profiles)
     while True:
-        reach = _reach(profiles, places, divider_of(device)(places))
+        reach = _reach(profiles, places, divide(places))
         if min(reach) > clock:
             return tuple(sizes_pct[place] for place in places)
         raised = _raised(device, places, reach, clock)

@@ -93,11 +93,7 @@ class Work:
     @property
     def remaining_tokens(self) -> int:
         """Output tokens still expected, at least one."""
-        request, expected = self.request, self.predicted_output_tokens
-        if expected > request.max_tokens:
-            expected = request.max_tokens
-        left = expected - len(request.output_tokens) - len(self.tokens)
-        return left if left > 1 else 1  # asked of every request in every summary: `max` takes twice as long
+        return max(1, min(self.request.max_tokens, self.predicted_output_tokens) - self.output_count)
 
     @property
     def wanted_tokens(self) -> int:

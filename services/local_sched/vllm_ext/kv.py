@@ -104,7 +104,7 @@ class KvPort:
         """Return how many blocks hold KV of a request, and how many of them may be copied."""
         tokens, size = request.num_computed_tokens, self._scheduler.block_size
         total_blocks = -(-tokens // size)
-        is_held = external_id(request.request_id) in self._scheduler.plan.held
+        is_held = self._scheduler.is_held(request)
         return total_blocks, total_blocks if is_held else tokens // size
 
     def _claim(self, stage: Stage, header: StageHeader) -> None:

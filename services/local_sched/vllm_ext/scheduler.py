@@ -53,19 +53,21 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         self.starved: tuple[str, ...] = ()
         self._short: set[str] = set()
 
+    def is_held(self, request: Request) -> bool:
+        """Return whether the plan holds a request."""
+        return external_id(request.request_id) in self.plan.held
+
     def has_runnable(self) -> bool:
         """Return whether a step may find something to do; if not, the caller waits for an order."""
         return self.has_finished_requests() or any(
-            external_id(request.request_id) not in self.plan.held
-            and (self.plan.chunk_tokens > 0 or not _prefilling(request))
+            not self.is_held(request) and (self.plan.chunk_tokens > 0 or not _prefilling(request))
             for request in self.requests.values()
         )
 
     def has_prefills(self) -> bool:
         """Return whether there is a prompt to compute that the plan lets run."""
         return self.plan.chunk_tokens > 0 and any(
-            _prefilling(request) and external_id(request.request_id) not in self.plan.held
-            for request in self.requests.values()
+            _prefilling(request) and not self.is_held(request) for request in self.requests.values()
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -78,7 +80,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         self.waiting.clear()
         self.waiting.extend(in_turn)
         way_for = self._next_to_make_way_for(in_turn, turns)
-        free = [request for request in self.running if external_id(request.request_id) not in self.plan.held]
+        free = [request for request in self.running if not self.is_held(request)]
         runs, short = self._divide([request for request in free if _turn(request, turns) <= way_for])
         for request in self.running:
             request.next_decode_eligible_step = 0 if request.request_id in runs else NEVER
@@ -126,7 +128,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
         if len(self.running) >= self.max_num_active_reqs:
             return math.inf
         for request in waiting:
-            held = external_id(request.request_id) in self.plan.held
+            held = self.is_held(request)
             if not held and request.request_id not in self._made_way:
                 self._made_way.add(request.request_id)
                 return _turn(request, turns)
@@ -140,7 +142,7 @@ class PlanScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there to be
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Return whether a waiting request may be started in this step."""
-        if external_id(request.request_id) in self.plan.held:
+        if self.is_held(request):
             return False
         return bool(super()._handle_blocked_waiting_request(request))
 

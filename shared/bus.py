@@ -39,16 +39,6 @@ class Bus:
         self._retry: asyncio.TimerHandle | None = None
         self._last_error = ""
 
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is up now."""
-        return self._client.is_connected
-
-    @property
-    def max_payload_bytes(self) -> int:
-        """Largest message the server takes."""
-        return self._client.max_payload
-
     async def connect(self, settings: Common, name: str) -> None:
         """Connect, waiting some seconds for a server that is still starting.
 

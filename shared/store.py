@@ -66,14 +66,13 @@ class Store:
 
     async def read_all(self, prefix: str, value_type: type[T]) -> list[T]:
         """Return the values of all keys that start with `prefix`, in their order. Raises Unavailable."""
-        values = await self._values(await self._keys(prefix))
-        return [msgspec.msgpack.decode(v, type=value_type) for v in values if v is not None]
+        found = await self.read_bytes(prefix)
+        return [msgspec.msgpack.decode(value, type=value_type) for value in found.values()]
 
     async def read_texts(self, prefix: str) -> dict[str, str]:
         """Return key (without `prefix`) -> text of all plain strings under `prefix`. Raises Unavailable."""
-        keys = await self._keys(prefix)
-        found = zip(keys, await self._values(keys), strict=True)
-        return {k[len(prefix) :]: v.decode() for k, v in found if v is not None}
+        found = await self.read_bytes(prefix)
+        return {key[len(prefix) :]: value.decode() for key, value in found.items()}
 
     async def read_bytes(self, prefix: str) -> dict[str, bytes]:
         """Return key -> value of all keys that start with `prefix`, undecoded. Raises Unavailable."""

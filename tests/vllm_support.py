@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.local_sched.engine_vllm import HOST_MODULE
@@ -31,6 +32,14 @@ needs_vllm = [
         PYTHON is None or MODEL is None, reason="no vLLM environment or model: run `make setup-vllm`"
     ),
 ]
+
+
+def widened(name: str) -> ModelSpec:
+    """SmolLM2 in fp32: its weights and its KV are twice as large."""
+    assert MODEL is not None
+    return msgspec.structs.replace(
+        MODEL, name=name, weight_bytes=4 * MODEL.params, kv_bytes_per_token=2 * MODEL.kv_bytes_per_token
+    )
 
 
 def children(parent: int) -> list[int]:

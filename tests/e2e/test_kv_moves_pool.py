@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 from support import Servers, eventually
-from vllm_support import MODEL, PYTHON, needs_vllm
+from vllm_support import PYTHON, needs_vllm, widened
 
 from services.cli.supervise import free_port
 from shared import events as ev
@@ -237,11 +237,8 @@ class House:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
-    assert MODEL is not None
     folder = tmp_path_factory.mktemp("moves-pool")
-    model = msgspec.structs.replace(
-        MODEL, name=NAME, weight_bytes=4 * MODEL.params, kv_bytes_per_token=2 * MODEL.kv_bytes_per_token
-    )
+    model = widened(NAME)
     servers = Servers(folder)
     servers.start("nats")
     servers.start("store")

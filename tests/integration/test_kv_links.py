@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import uvloop
+from support import eventually
 
 from services.migrator.actions import ChunkSent, CloseStage, OpenStage, SendChunk, StageOpened
 from services.migrator.carrier import Carrier
@@ -59,16 +59,9 @@ class Pair:
 
     async def until_gone(self, within_s: float = 3.0) -> None:
         """Wait until nothing is left on `b`."""
-        await until(lambda: not self.b.pool.stages, within_s)
+        await eventually(lambda: not self.b.pool.stages, within_s)
         assert [path.name for path in self.b.folder.iterdir()] == [".lock"]
         assert self.b.pool.taken_bytes == 0
-
-
-async def until(condition: Callable[[], bool], within_s: float = 3.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture
@@ -287,7 +280,7 @@ async def test_an_abort_in_the_middle_of_a_chunk_stops_it_at_once(pair: Pair) ->
     await pair.stage("move-1", 40)
     async with wire(pair, stall_at=2 * BLOCK_BYTES) as between:
         sending = asyncio.create_task(pair.links.send(between.address, "move-1", 0, 40))
-        await until(lambda: between.passed >= 2 * BLOCK_BYTES)
+        await eventually(lambda: between.passed >= 2 * BLOCK_BYTES, 3.0)
         await pair.links.close("move-1")
         sent = await asyncio.wait_for(sending, 3.0)
         between.go_on.set()
@@ -317,7 +310,7 @@ async def test_what_a_core_orders_of_stages_is_done_and_reported(pair: Pair) -> 
     carrier = Carrier(pair.a, pair.links, address_of, reports.append)
 
     async def reported(count: int) -> Event:
-        await until(lambda: len(reports) >= count)
+        await eventually(lambda: len(reports) >= count, 3.0)
         return reports[count - 1]
 
     carrier.open(OpenStage("1", "move-1", BLOCK_BYTES, 6))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from vllm_pair import prompt_of, request
-from vllm_support import MODEL, PYTHON, needs_vllm
+from vllm_support import MODEL, PYTHON, needs_vllm, widened
 
 from services.local_sched.engine_vllm import VllmEngines
 from services.migrator.link import Links
@@ -148,12 +148,9 @@ class Hosts:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hosts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hosts]:
-    assert MODEL is not None
     folder = tmp_path_factory.mktemp("moves")
     where = StageSettings(dir=str(folder / "stages"))
-    model = msgspec.structs.replace(
-        MODEL, name=NAME, weight_bytes=4 * MODEL.params, kv_bytes_per_token=2 * MODEL.kv_bytes_per_token
-    )
+    model = widened(NAME)
     a, b = Stages("a", where), Stages("b", where)
     sides = []
     for name, stages in (("source", a), ("near", a), ("far", b)):

@@ -9,12 +9,11 @@ import random
 import time
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 import pytest_asyncio
 from tiny_llama import make_tiny_llama
 from vllm_pair import TBT_MS, Pair, prompt_of, request
-from vllm_support import MODEL, children, cpu_s, needs_vllm
+from vllm_support import MODEL, children, cpu_s, needs_vllm, widened
 
 from shared import engine as en
 from shared import events as ev
@@ -33,13 +32,7 @@ SPREE = random.Random(7)  # holds and clients of the tests below, the same each 
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     assert MODEL is not None
     folder = tmp_path_factory.mktemp("two")
-    widened = msgspec.structs.replace(
-        MODEL,
-        name=SMOL,
-        weight_bytes=4 * MODEL.params,
-        kv_bytes_per_token=2 * MODEL.kv_bytes_per_token,
-    )
-    models = {SMOL: widened, TINY: make_tiny_llama(folder / "tiny", TINY, like=MODEL)}
+    models = {SMOL: widened(SMOL), TINY: make_tiny_llama(folder / "tiny", TINY, like=MODEL)}
     made = Pair(models, folder / "run")
     await made.engines.start()
     for model in models.values():

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support import eventually
 
 from services.local_sched import engine_vllm
 from services.local_sched.engine_vllm import VllmEngines
@@ -35,10 +36,7 @@ class Lab:
 
     async def ended(self, within_s: float) -> EngineEnded:
         """Wait for the report of the one engine."""
-        for _ in range(int(within_s / 0.02)):
-            if self.heard:
-                break
-            await asyncio.sleep(0.02)
+        await eventually(lambda: bool(self.heard), within_s)
         (end,) = self.heard
         assert isinstance(end, EngineEnded)
         assert not self.engines._lives and not self.engines._engines
@@ -47,11 +45,8 @@ class Lab:
 
     async def started(self) -> int:
         """Wait until the process runs, and return its id."""
-        for _ in range(250):
-            if self.pid_path.exists() and self.pid_path.read_text():
-                return int(self.pid_path.read_text())
-            await asyncio.sleep(0.02)
-        raise AssertionError("the child has not started")
+        await eventually(lambda: self.pid_path.exists() and bool(self.pid_path.read_text()))
+        return int(self.pid_path.read_text())
 
 
 async def test_an_engine_unloaded_while_its_process_is_ending_is_reported(tmp_path: Path) -> None:

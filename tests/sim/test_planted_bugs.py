@@ -26,7 +26,7 @@ from services.gateway.core import GatewayCore
 from services.global_sched.asks import WaitingRoom
 from services.local_sched import ends, running
 from services.local_sched.ledger import Ledger
-from services.migrator.core import COMMIT, MigratorCore
+from services.migrator.core import MigratorCore
 from shared import events as ev
 from sim.check import InvariantBroken
 from sim.soak import play
@@ -113,14 +113,15 @@ def migrator_never_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def migrator_commits_too_soon(patch: pytest.MonkeyPatch) -> None:
-    right = MigratorCore._advance
+    right = MigratorCore.step
 
-    def wrong(self: Any, now_ms: float, run: Any, stage: str, order: ev.Message) -> list[ev.Action]:
-        if stage == COMMIT:
-            return self._committed(now_ms, run)
-        return right(self, now_ms, run, stage, order)
+    def wrong(self: Any, now_ms: float, event: Any) -> list[ev.Action]:
+        actions = right(self, now_ms, event)
+        if isinstance(event, ev.Adopted) and not event.started:
+            return right(self, now_ms, replace(event, started=True))  # and never says so to the destination
+        return actions
 
-    patch.setattr(MigratorCore, "_advance", wrong)
+    patch.setattr(MigratorCore, "step", wrong)
 
 
 PLANTS: dict[Plant, int] = {  # and a seed that was seen to catch it, which is tried first

@@ -4,50 +4,23 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from test_emulated import KV_BYTES, gpu_with, request, spec
 
-from services.local_sched.emulated import EmulatedGpu
-from services.local_sched.made_up import VocabSlice
-from shared.devices import DEVICES
-from shared.engine import LoadEngine, Order, RunRequest, SetPlan, StepDone, StopRequest, UnloadEngine
-from shared.model import ModelSpec, Objectives, Plan, Request
+from shared.engine import Order, RunRequest, SetPlan, StepDone, StopRequest, UnloadEngine
+from shared.model import Plan
 
-H100 = DEVICES["h100-80gb"]
-VOCAB = VocabSlice(tuple(range(100, 200)), eos_id=2)
-MODEL = ModelSpec(
-    name="a",
-    engine="emulated",
-    params=3_000_000_000,
-    layers=28,
-    hidden=3072,
-    heads=24,
-    kv_heads=8,
-    head_dim=128,
-    weight_bytes=6_000_000_000,
-    kv_bytes_per_token=114_688,
-)
+MODEL = spec()
 
 
 def asks(request_id: str, prompt: int = 100, max_tokens: int = 200) -> RunRequest:
-    request = Request(
-        request_id=request_id,
-        attempt=1,
-        gateway="g",
-        model="a",
-        prompt_tokens=tuple(range(prompt)),
-        max_tokens=max_tokens,
-        objectives=Objectives(ttft_ms=250.0, tbt_ms=100.0),
-        sampling={"ignore_eos": True},
-    )
-    return RunRequest(model="a", request=request)
+    return request(request_id, prompt, max_tokens)
 
 
 class Played:
     """A device that was given orders at their times; what it reported, with the time of each token."""
 
     def __init__(self, report_steps: int, orders: list[tuple[float, Order]], until_ms: float) -> None:
-        self.gpu = gpu = EmulatedGpu(H100, vocab=VOCAB, report_steps=report_steps)
-        gpu.order(0.0, LoadEngine(model=MODEL))
-        gpu.advance(10_000.0)
+        self.gpu = gpu = gpu_with(MODEL, report_steps=report_steps)
         self.reports: list[tuple[float, StepDone]] = []
         for at_ms, order in [*orders, (until_ms, None)]:
             while (wake_ms := gpu.wake_ms) is not None and wake_ms <= at_ms:
@@ -141,7 +114,7 @@ def test_memory_that_a_cut_leaves_over_is_given_back() -> None:
     each, many = both(orders, 10_300.0)
     (engine,) = many.gpu.engines.values()
     assert engine.blocks == sum(sequence.blocks for sequence in engine.sequences.values())
-    ahead = 32 // H100.block_tokens * MODEL.kv_bytes_per_token * H100.block_tokens
+    ahead = 32 * KV_BYTES
     assert each.gpu.used_bytes <= many.gpu.used_bytes <= each.gpu.used_bytes + ahead
     _, ended = both(orders)
     assert ended.gpu.used_bytes == MODEL.weight_bytes

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import nvml as stub_nvml
 import pytest
 import redis
 from support import Servers
@@ -31,3 +33,16 @@ def collector() -> Iterator[TraceCollector]:
     made = TraceCollector()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stub_nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stub_nvml.StubNvml:
+    """Four GPUs that `pynvml` finds, in this process and in children that get `nvml.env`."""
+    made = stub_nvml.StubNvml(nvml_library, tmp_path / "gpus")
+    monkeypatch.setenv("FESTINA_NVML_STUB", made.env["FESTINA_NVML_STUB"])
+    return made

@@ -222,7 +222,7 @@ class Engine:
         assert step is not None
         self.step = None
         self._note_ends(step)
-        steps, lost_j = step.steps, 0.0
+        steps, lost_j, untold = step.steps, 0.0, 0
         news: list[Sequence] = []
         for (sequence, tokens), energy_j in zip(step.parts, self._energies_j(step), strict=True):
             if sequence.stopped:
@@ -239,10 +239,11 @@ class Engine:
                 told = told or sequence.output_tokens >= sequence.end_tokens
             if told:
                 news.append(sequence)
+            else:
+                untold += 1
         self.aborted_j += lost_j
         if step.was_cut:
             self._give_back(device.block_tokens)
-        untold = len(step.parts) - len(news)
         if self.report_due or len(self.ended_ms) >= report_steps or not untold:
             return self._report(device, step.plan_id, [s for s, _ in step.parts] + self.aside), lost_j
         return self._report(device, step.plan_id, news, untold) if news else None, lost_j

@@ -10,6 +10,7 @@ has started: an abort only ends the hold. Whatever else lets the request go on h
 import msgspec
 
 from services.local_sched import plans
+from services.local_sched.admission import prefill_alone_ms
 from services.local_sched.ends import arrived, with_output
 from services.local_sched.move_mode import KV, STAY, Choice, move_mode
 from services.local_sched.moves import DESTINATION, SOURCE, Transfer
@@ -196,6 +197,7 @@ def imported(state: State, now_ms: float, event: KvImported) -> list[Action]:
         return counted
     if event.tokens < work.prefilled_tokens:
         work.prefilled_tokens = event.tokens
+        work.prefill_ms = prefill_alone_ms(state, event.model, work.prefill_tokens)
         engine.tally = None
         state.changed()
     arrived(state, work, event.tokens, event.took_ms, event.reason)

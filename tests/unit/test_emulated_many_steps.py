@@ -96,6 +96,13 @@ def test_of_those_that_go_on_meanwhile_the_tokens_are_told_later() -> None:
     assert spent_ms[1] == pytest.approx(spent_ms[0], abs=0.05)
 
 
+def test_of_one_stopped_in_the_step_nothing_is_told_later() -> None:
+    orders: list[tuple[float, Order]] = [(10_000.0, asks("r")), (10_000.0, asks("s", max_tokens=5))]
+    stop = StopRequest(model="a", request_id="r")
+    first = Played(32, [*orders, (10_003.0, stop)], 20_000.0).reports[0][1]
+    assert [out.request_id for out in first.outputs] == ["s"] and first.untold == 0
+
+
 def test_a_plan_holds_from_the_next_step_on() -> None:
     slow = SetPlan(model="a", plan=Plan(plan_id=1, sm_share_pct=20))
     each, many = both([(10_000.0, asks("r")), (10_400.0, slow)])

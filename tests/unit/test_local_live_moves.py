@@ -298,6 +298,8 @@ def test_destination_computes_what_its_engine_could_not_take():
     )
     (loaded,) = sent(bench.do(failed), ev.KvLoaded)
     assert (loaded.tokens, loaded.reason) == (0, "damaged")
+    work = bench.state.works["r1"]
+    assert work.prefill_ms == float(LUTS[MODEL.name].ttft_ms(bench.state.clock_mhz, 100, 102))
     assert bench.state.works["r1"].prefill_tokens == 102
 
 

@@ -35,8 +35,8 @@ test-resilience: setup  ## kill, cut off and restart everything under load, for 
 test-compose: setup  ## build and start compose.yaml for real, where a Docker engine can run
 	$(BIN)/python -m pytest -v -s -m compose --durations=5 --durations-min=1 tests/compose
 
-sim-soak: setup  ## play thousands of random scenarios with faults in the simulator (SEEDS=0:2000)
-	$(BIN)/python -m sim.soak --seeds $(or $(SEEDS),0:2000)
+sim-soak: setup  ## play thousands of random scenarios with faults in the simulator (SEEDS=0:2000 SYSTEM=festina)
+	$(BIN)/python -m sim.soak --seeds $(or $(SEEDS),0:2000) --system $(or $(SYSTEM),festina)
 
 live-check: setup  ## a live emulated pool beside the simulator, and beside fixed clocks: 2 x 10 minutes (MINUTES=2)
 	$(BIN)/python -m sim.live_check --minutes $(or $(MINUTES),10)

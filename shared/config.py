@@ -35,9 +35,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
         metrics_host, metrics_port: where this service shows its Prometheus metrics; port -1 shows none.
         log_level: ``DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``.
         drain_s: how long a service that is told to stop may take to end its work.
+        system: the serving system whose policies all services follow (`shared/systems.py`).
     """
 
     id: str = ""
+    system: str = "festina"
     nats_url: str = "nats://127.0.0.1:4222"
     nats_user: str = ""
     nats_password: str = ""
@@ -56,20 +58,26 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 20.0
 
 
-def load(settings_type: type[T], section: str = "", environ: Mapping[str, str] | None = None) -> T:
+def load(
+    settings_type: type[T],
+    section: str = "",
+    environ: Mapping[str, str] | None = None,
+    preset: Mapping[str, Any] | None = None,
+) -> T:
     """Return the settings of one section.
 
     Args:
         settings_type: the struct to fill; its defaults are the lowest layer.
         section: name of the section; empty for `Common`.
         environ: the environment; the process's own by default.
+        preset: values that take the place of the struct's defaults.
 
     Raises:
         ConfigError: the file cannot be read, or a key is unknown or has a value of the wrong kind.
     """
     environ = os.environ if environ is None else environ
     names = {field.name for field in msgspec.structs.fields(settings_type)}
-    values = _from_file(environ.get("FESTINA_CONFIG", ""), section, names)
+    values = {**(preset or {}), **_from_file(environ.get("FESTINA_CONFIG", ""), section, names)}
     prefix = f"FESTINA_{section.upper()}_" if section else "FESTINA_"
     for variable, text in environ.items():
         field = variable.removeprefix(prefix).lower()

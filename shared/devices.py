@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,6 +75,19 @@ class Device:
     def __hash__(self) -> int:
         """Hash what tells devices apart in practice; hashing every number took longer than a look-up."""
         return hash((self.name, self.total_bytes, self.default_clock_mhz))
+
+    def at_default_clock(self, clock_mhz: int) -> "Device":
+        """Return this device with another clock for when nobody governs it.
+
+        Raises:
+            ConfigError: it offers no such clock.
+        """
+        if clock_mhz not in self.clocks_mhz:
+            low, high, step = self.clock_min_mhz, self.clock_max_mhz, self.clock_step_mhz
+            raise ConfigError(
+                f"{self.name} has no clock of {clock_mhz} MHz; it has {low} to {high} in steps of {step}"
+            )
+        return replace(self, default_clock_mhz=clock_mhz)
 
     @cached_property
     def clocks_mhz(self) -> tuple[int, ...]:

@@ -1,28 +1,66 @@
 """The serving systems that can be compared, by name: which policy each tier follows under that name.
 
-Names only; every service resolves the name of its own policy.
+Names only; every service resolves the name of its own policy, in its `presets.py`. The last four fields are
+the columns of the paper's Table 1.
 """
+
+from typing import Literal
 
 from shared.errors import ConfigError
 from shared.model import Struct
 
+Has = Literal["yes", "partial", "no"]
+
 
 class System(Struct):
-    """Names of one system's policies.
+    """One system.
 
     Args:
+        about: what it is, in a line.
         dispatch: how the global scheduler places requests (3.3).
         runtime: how local schedulers batch, and choose clock and SM shares (3.4).
         consolidation: how models are placed and moved (3.5).
+        spatial_sharing: models run beside one another on a GPU.
+        reconfigures: what a model has of a GPU changes with its load.
+        energy_aware: energy is among what decisions weigh.
+        phase_aware: prefill and decode are decided on apart.
     """
 
+    about: str
     dispatch: str
     runtime: str
     consolidation: str
+    spatial_sharing: Has
+    reconfigures: Has
+    energy_aware: Has
+    phase_aware: Has
+
+
+def _stage(number: int, adds: str, dispatch: str, runtime: str, consolidation: str) -> System:
+    """Return a stage of the paper's ablation (4.3, Fig. 13)."""
+    reconfigures: Has = "yes" if number >= 3 else "no"
+    return System(
+        about=f"Festina's ablation, stage {number}: {adds}",
+        dispatch=dispatch,
+        runtime=runtime,
+        consolidation=consolidation,
+        spatial_sharing="yes",
+        reconfigures=reconfigures,
+        energy_aware="no" if number == 1 else "yes",
+        phase_aware=reconfigures,
+    )
 
 
 SYSTEMS: dict[str, System] = {
-    "festina": System(dispatch="least-energy", runtime="joint-sweep", consolidation="ewr"),
+    "festina": System(
+        "Festina at its best", "least-energy", "joint-sweep", "ewr", "yes", "yes", "yes", "yes"
+    ),
+    "festina-paper": System(
+        "Festina as published, which is stage 5 of its ablation",
+        *("least-energy-literal", "joint-sweep-literal", "ewr-literal"),
+        *("yes", "yes", "yes", "yes"),
+    ),
+    "festina-stage-1": _stage(1, "SLO-aware dispatching", "in-time", "ungoverned", "none"),
 }
 
 

@@ -42,7 +42,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 def sim(
-    system: Annotated[str, typer.Option(help="The serving system.")] = "festina",
+    system: Annotated[
+        str, typer.Option(help="The serving system, of those that `festina systems` lists.")
+    ] = "festina",
     workload: Annotated[
         str, typer.Option(help="Name of a workload, or a CSV of requests to replay.")
     ] = "sharegpt",
@@ -75,15 +77,15 @@ def sim(
 
     Figures are of the last two thirds of the time in which requests arrive.
     """
-    from shared.systems import system_for
     from sim import figures, tables
     from sim.collector import collecting_rarely
     from sim.report import report
     from sim.scenario import FAST, Scenario
+    from sim.systems import under
     from sim.tasks import planned_device
     from sim.world import run
 
-    system_for(system)
+    settings = under(system, FAST)
     device = planned_device(gpu_type)
     _check(predictor, default_clock, device)
     if plot is not None:
@@ -103,7 +105,7 @@ def sim(
         seed=seed,
         default_clock_mhz=default_clock,
         predictor=predictor,
-        settings=FAST,
+        settings=settings,
     )
     with _progress() as bar:
         task = bar.add_task(f"simulating {len(load.arrivals):,} requests", total=1.0)
@@ -256,11 +258,8 @@ def _say(load: "Workload") -> None:
 def _check(predictor: str, default_clock: int | None, device: "Device") -> None:
     if predictor not in PREDICTORS:
         raise ConfigError(f"no predictor is called {predictor!r}; there are: {', '.join(PREDICTORS)}")
-    if default_clock is not None and default_clock not in device.clocks_mhz:
-        low, high, step = device.clock_min_mhz, device.clock_max_mhz, device.clock_step_mhz
-        raise ConfigError(
-            f"{device.name} has no clock of {default_clock} MHz; it has {low} to {high} in steps of {step}"
-        )
+    if default_clock is not None:
+        device.at_default_clock(default_clock)
 
 
 @contextmanager

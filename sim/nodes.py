@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.consolidator.core import ConsolidatorCore
@@ -180,7 +180,7 @@ def build_nodes(scenario: Scenario, true_tokens: Callable[[Request], int]) -> li
     predict = predict_of(scenario, true_tokens)
     device = scenario.made_of
     if scenario.default_clock_mhz is not None:
-        device = replace(device, default_clock_mhz=scenario.default_clock_mhz)
+        device = device.at_default_clock(scenario.default_clock_mhz)
     nodes: list[Node] = []
 
     def node(service: str, ident: str, make: Callable[..., ev.Core]) -> None:

@@ -77,6 +77,16 @@ def up(
     vllm_env: Annotated[
         str, typer.Option(envvar="FESTINA_VLLM_ENV", help="Virtual environment of the vLLM engine.")
     ] = ".venv-vllm",
+    system: Annotated[
+        str, typer.Option(envvar="FESTINA_SYSTEM", help="The serving system: see `festina systems`.")
+    ] = "festina",
+    default_clock: Annotated[
+        int,
+        typer.Option(
+            envvar="FESTINA_DEVICE_DEFAULT_CLOCK_MHZ",
+            help="MHz of emulated GPUs that nobody governs; 0: as the H100 has it.",
+        ),
+    ] = 0,
 ) -> None:
     """Start a whole pool on this machine, and stop it on Ctrl-C.
 
@@ -97,8 +107,24 @@ def up(
         models=models,
         state_dir=state_dir,
         vllm_env=vllm_env,
+        system=system,
+        default_clock_mhz=default_clock,
     )
     asyncio.run(Up(settings, Console()).run())
+
+
+@app.command()
+def systems(as_json: Json = False) -> None:
+    """List the serving systems that `up` and `sim` know, with what each can do (Table 1 of the paper)."""
+    from shared.systems import SYSTEMS
+
+    if as_json:
+        _print_json({name: msgspec.to_builtins(system) for name, system in SYSTEMS.items()})
+        return
+    table = Table("system", "", "shares GPUs", "reconfigures", "weighs energy", "tells phases apart")
+    for name, s in SYSTEMS.items():
+        table.add_row(name, s.about, s.spatial_sharing, s.reconfigures, s.energy_aware, s.phase_aware)
+    console.print(table)
 
 
 @models_app.command("list")

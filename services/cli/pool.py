@@ -23,6 +23,7 @@ from shared.span_log import TRACES
 from shared.stage import shared_memory
 
 PYTHON = sys.executable
+GPU_TYPE = "h100-80gb"  # of emulated GPUs
 LOOPBACK_BYTES_S = "1e9"  # what KV from one emulated host to another is taken to travel at, at first
 
 
@@ -38,6 +39,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
         models: how many models of the catalog to register, by rank.
         state_dir: logs, store, and converted models.
         vllm_env: virtual environment of the vLLM engine.
+        system: the serving system (`shared/systems.py`).
+        default_clock_mhz: clock of emulated GPUs that nobody governs; 0: as the device has it.
     """
 
     port: int = 8000
@@ -50,6 +53,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     models: int = 16
     state_dir: str = ".festina"
     vllm_env: str = ".venv-vllm"
+    system: str = "festina"
+    default_clock_mhz: int = 0
 
     @property
     def ports(self) -> range:
@@ -66,7 +71,7 @@ class Pool:
         self.log_dir = self.state_dir / "log"
         self.servers: list[Child] = []
         self.services: list[Child] = []
-        self._env = dict(environ)
+        self._env = {**environ, "FESTINA_SYSTEM": settings.system}
 
     def prepare(self) -> None:
         """Make the folders, forget the logs of the run before, and decide which servers are ours to start."""
@@ -112,7 +117,8 @@ class Pool:
             where = {
                 "FESTINA_DEVICE_HOST": host,
                 "FESTINA_DEVICE_ENGINE": "emulated",
-                "FESTINA_DEVICE_GPU_TYPE": "h100-80gb",
+                "FESTINA_DEVICE_GPU_TYPE": GPU_TYPE,
+                "FESTINA_DEVICE_DEFAULT_CLOCK_MHZ": str(wanted.default_clock_mhz),
             }
             children.append(self._service("local_sched", f"{host}-gpu-{number // len(hosts)}", where))
         self.services += children

@@ -19,13 +19,15 @@ from rich.progress import (
 )
 
 from services.cli import tables
-from services.cli.pool import Pool, PoolSettings
+from services.cli.pool import GPU_TYPE, Pool, PoolSettings
 from services.cli.supervise import port_is_free
 from services.local_sched.vllm_env import prepare_model, prepare_vllm_env
 from shared.catalog import emulated_models
 from shared.config import Common, load
+from shared.devices import device_for
 from shared.errors import FestinaError
 from shared.model import ModelSpec
+from shared.systems import system_for
 
 READY_WITHIN_S = 60.0
 MODELS_WITHIN_S = 60.0
@@ -49,6 +51,9 @@ class Up:
         Raises:
             FestinaError: something did not start; what had started is taken down first.
         """
+        system_for(self.settings.system)
+        if self.settings.default_clock_mhz:
+            device_for(GPU_TYPE).at_default_clock(self.settings.default_clock_mhz)
         for port in self.settings.ports:
             if not port_is_free("127.0.0.1", port):
                 raise FestinaError(f"port {port} is taken (another Festina?); set FESTINA_PORT to a free one")

@@ -3,6 +3,7 @@
 import asyncio
 
 from services.consolidator.core import ConsolidatorCore
+from services.consolidator.presets import preset
 from services.consolidator.settings import ConsolidatorSettings
 from shared.config import Common, load
 from shared.model import ModelSpec, Placement
@@ -25,7 +26,8 @@ async def serve(common: Common, settings: ConsolidatorSettings, stop: asyncio.Ev
 
 def main() -> None:
     """Entry point."""
-    common, settings = load(Common), load(ConsolidatorSettings, CONSOLIDATOR)
+    common = load(Common)
+    settings = load(ConsolidatorSettings, CONSOLIDATOR, preset=preset(common.system))
     run_service(common, lambda stop: serve(common, settings, stop))
 
 

@@ -43,8 +43,7 @@ def _slopes(starts: list[float], beyond: bool) -> list[float]:
 class Curve:
     """Time in ms, and the power in W that a request answers for, by cell of one axis.
 
-    A request does not answer for the static power of the SMs that it does not use. Powers are zeros without a
-    meter.
+    Powers are zeros without a meter.
     """
 
     ms: list[float]
@@ -71,10 +70,16 @@ class Curve:
 
 
 class Curves:
-    """The curves of one table: prefill by (clock, share), decode by (clock, share, batch)."""
+    """The curves of one table: prefill by (clock, share), decode by (clock, share, batch).
 
-    def __init__(self, lut: Lut) -> None:
+    Args:
+        whole: a request answers for the power of the whole device (Eq. 2 as published), and not for its part
+            of the batch, nor without the static power of the SMs that it does not use.
+    """
+
+    def __init__(self, lut: Lut, whole: bool = False) -> None:
         self.lut = lut
+        self._whole = whole
         self.inputs = Axis(lut.axes.input_tokens)
         self.contexts = Axis(lut.axes.context_tokens)
         self._input_points = np.array(lut.axes.input_tokens)
@@ -109,6 +114,8 @@ class Curves:
         times = ms.tolist()
         if power_w is None:
             powers = [0.0] * len(times)
+        elif self._whole:
+            powers = power_w.tolist()
         else:
             not_ours_w = self.lut.device.static_w * (1.0 - share_pct / 100.0)
             powers = ((power_w - not_ours_w) / batch).tolist()

@@ -73,8 +73,8 @@ def late_rank(c: Candidate, objectives: Objectives) -> tuple[bool, bool, bool, f
 class Decision(Struct):
     """The chosen candidate, and by which rule.
 
-    ``reason`` is ``least_energy``, ``lowest_latency`` (no meter), ``f_max``, or ``best_effort``: not in time.
-    `seen` is what was looked at on the way, the chosen one among them.
+    ``reason`` is ``least_energy``, ``lowest_latency`` (no meter), ``f_max``, or ``best_effort``: not in time;
+    ``in_time`` of other systems. `seen` is what was looked at on the way, the chosen one among them.
     """
 
     candidate: Candidate

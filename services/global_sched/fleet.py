@@ -58,6 +58,8 @@ class Fleet:
         self._placement = Placement(version=0)
         self._placed: dict[str, set[str]] = {}
         self._max_queued = settings.max_queued
+        self._whole = settings.charge == "device"
+        self._pooled = settings.choice == "least_energy"
         self._shelf = Shelf(luts)
         self._curves: dict[str, dict[str, Curves | None]] = {}  # by model and GPU type
         self._pools: dict[str, _Serving] = {}  # by model
@@ -173,9 +175,9 @@ class Fleet:
         return [view for view in views if view.gpu in placed] or views
 
     def pool(self, now_ms: float, spec: ModelSpec) -> Pool | None:
-        """Return the pool of those GPUs; None if they are few, or the energy of one is not known."""
+        """Return the pool of those GPUs; None if they are few, or looked at in another way than by energy."""
         name = spec.name
-        if self.view.count(name) <= FEW:
+        if not self._pooled or self.view.count(name) <= FEW:
             self._pools.pop(name, None)
             return None
         serving = self._pools.get(name)
@@ -212,7 +214,7 @@ class Fleet:
         known = self._curves.setdefault(model, {})
         if gpu_type not in known:
             try:
-                known[gpu_type] = Curves(self._shelf.get(gpu_type, spec))
+                known[gpu_type] = Curves(self._shelf.get(gpu_type, spec), self._whole)
             except ConfigError:
                 known[gpu_type] = None
         return known[gpu_type]

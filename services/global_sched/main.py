@@ -4,6 +4,7 @@ import asyncio
 
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.predict import Learnt, LearntRead
+from services.global_sched.presets import preset
 from services.global_sched.settings import GlobalSettings
 from shared.config import Common, load
 from shared.metrics import Metrics
@@ -45,7 +46,8 @@ async def _show_load(metrics: Metrics, core: GlobalSchedCore) -> None:
 
 def main() -> None:
     """Entry point."""
-    common, settings = load(Common), load(GlobalSettings, GLOBAL)
+    common = load(Common)
+    settings = load(GlobalSettings, GLOBAL, preset=preset(common.system))
     run_service(common, lambda stop: serve(common, settings, stop))
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from services.global_sched import dispatch, reasons
 from services.global_sched.asks import Ask, Sent, SentBook, WaitingRoom
+from services.global_sched.choices import CHOICES
 from services.global_sched.dispatch import Decision
 from services.global_sched.estimate import Work
 from services.global_sched.fleet import Fleet
@@ -36,6 +37,7 @@ class Placing:
         self.rejected: dict[str, int] = {}  # by request, the highest attempt that was turned away
         self.scale_outs = ScaleOuts(scheduler, settings)
         self._drains: dict[str, DrainRate] = {}
+        self._choose = CHOICES[settings.choice]
 
     def served(self, now_ms: float, model: str) -> None:
         """A request of the model has had its answer."""
@@ -93,7 +95,7 @@ class Placing:
             return self._overload(now_ms, ask, excess)
         views = [view for view in roomy if view.gpu not in ask.excluded] or roomy
         work = self._work(now_ms, ask, spec)
-        decision = dispatch.decide(views, work, self._fleet.curves, now_ms, self._settings.tie)
+        decision = self._choose(views, work, self._fleet.curves, now_ms, self._settings.tie)
         return self._decided(now_ms, ask, work, decision, len(views))
 
     def _decided(

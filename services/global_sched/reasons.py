@@ -1,8 +1,9 @@
 """Why a decision was made, for the traces: attributes of the span ``global.dispatch`` (3.3).
 
-``festina.decision.phase`` is one of ``current_clock`` (phases one and two), ``boost`` (phase three at F_max),
-``activate``, ``best_effort`` and ``refused``; ``.reason`` is one sentence; ``.candidates`` is what was looked
-at: the chosen one, then those that came nearest. They stay structs until a thread exports them.
+``festina.decision.phase`` is one of ``current_clock`` (phases one and two, and other systems), ``boost``
+(phase three at F_max), ``activate``, ``best_effort`` and ``refused``; ``.reason`` is one sentence;
+``.candidates`` is what was looked at: the chosen one, then those that came nearest. They stay structs until a
+thread exports them.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ PHASES = {
     "least_energy": "current_clock",
     "lowest_latency": "current_clock",
     "f_max": "boost",
+    "in_time": "current_clock",
     "best_effort": "best_effort",
 }
 
@@ -93,6 +95,8 @@ def _sentence(decision: Decision, work: Work) -> str:
             return f"{where} is in time for {energy}, the least or as good, and has most memory free."
         case "lowest_latency":
             return f"{where} is the quickest of those in time, {best.latency_ms:.0f} ms; it has no meter."
+        case "in_time":
+            return f"{where} is in time, and has memory first."
         case "f_max":
             return f"No GPU is in time at its clock; {where}, its highest, is, and has memory first."
     return (
@@ -127,7 +131,7 @@ def _shortfall(c: Candidate, work: Work) -> str:
 
 def _outdone(c: Candidate, decision: Decision) -> str:
     best = decision.candidate
-    if decision.reason == "f_max":
+    if decision.reason in ("f_max", "in_time"):
         return "its memory comes free later, or it has less"
     if c.energy_j is None or best.energy_j is None:
         return f"takes {c.latency_ms - best.latency_ms:.0f} ms longer"

@@ -1,5 +1,7 @@
 """Every number the global scheduler's behaviour depends on, with the paper's section where it has one."""
 
+from typing import Literal
+
 from shared.errors import ConfigError
 from shared.model import Struct
 from shared.settings import require_positive
@@ -15,6 +17,8 @@ class GlobalSettings(Struct):
         prediction_window: outputs remembered per model and input-length class.
         prediction_save_ms: what was learnt about a model is stored at most this often.
         prediction_ttl_ms: what nobody has added to for this long is dropped from the store.
+        choice: how a GPU is chosen (`choices.py`): ``least_energy`` as in 3.3, or as another system does.
+        charge: a request answers for its ``part`` of the device's power, or by Eq. 2 for the ``device``.
         tie: energies within this fraction of the least are equal, and free memory decides (3.3: 2 %).
         best_effort: serve a request that no GPU can serve in time, late; else answer 503.
         stale_after_ms: a GPU silent for this long is not used (three heartbeats).
@@ -41,6 +45,8 @@ class GlobalSettings(Struct):
     prediction_window: int = 256
     prediction_save_ms: float = 10_000.0
     prediction_ttl_ms: float = 30 * 86_400_000.0
+    choice: Literal["least_energy", "in_time"] = "least_energy"
+    charge: Literal["part", "device"] = "part"
     tie: float = 0.02
     best_effort: bool = True
     stale_after_ms: float = 1_500.0

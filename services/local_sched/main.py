@@ -13,6 +13,7 @@ from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.made_up import VocabSlice
+from services.local_sched.presets import preset
 from services.local_sched.settings import LocalSettings
 from services.local_sched.state import State
 from services.local_sched.work import Stage
@@ -39,6 +40,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         host: name of the GPU host, the id of its migrator.
         engine: ``emulated`` or ``vllm``.
         gpu_type: row of the device table.
+        default_clock_mhz: clock of the device while nobody governs it; 0: as the device has it.
         elastic_kv: emulated engines share the free memory for KV, as in the paper; off: a fixed pool each.
         speedup: emulated device time passes this much faster; 1 but for benchmarks of the services.
         vllm_python: interpreter of the environment that vLLM is installed in.
@@ -48,10 +50,17 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "emulated-0"
     engine: str = "emulated"
     gpu_type: str = "h100-80gb"
+    default_clock_mhz: int = 0
     elastic_kv: bool = True
     speedup: float = 1.0
     vllm_python: str = ".venv-vllm/bin/python"
     run_dir: str = ".festina/run"
+
+    @property
+    def device(self) -> Device:
+        """What the GPU is. Raises ConfigError for an unknown type, or a clock that it does not offer."""
+        device = device_for(self.gpu_type)
+        return device.at_default_clock(self.default_clock_mhz) if self.default_clock_mhz else device
 
 
 class Engines(Protocol):
@@ -107,7 +116,7 @@ async def serve(
     stages: Path | None = None,
 ) -> bool:
     """Run until told to stop; returns whether all went well. `stages` is the folder of the host's stages."""
-    device = device_for(where.gpu_type)
+    device = where.device
     shell = Shell(LOCAL, common.id, common)
     engines = engines_for(where, device, shell.heard, stages)
     core = LocalSchedCore(
@@ -178,7 +187,8 @@ def _show_load(metrics: Metrics, state: State) -> None:
 
 def main() -> None:
     """Entry point; the id (FESTINA_ID) is the GPU's name."""
-    common, where, settings = load(Common), load(DeviceSettings, "device"), load(LocalSettings, LOCAL)
+    common, where = load(Common), load(DeviceSettings, "device")
+    settings = load(LocalSettings, LOCAL, preset=preset(common.system))
     stages = load(StageSettings, "stages").folder(where.host)
     run_service(common, lambda stop: serve(common, where, settings, stop, stages))
 

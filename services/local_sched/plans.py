@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from services.local_sched import batch, tune
 from services.local_sched.admission import score_of, since_ms
 from services.local_sched.divide import divider_of
+from services.local_sched.governed import governed
 from services.local_sched.grid import Grid, Load, coarse, grid_of
 from services.local_sched.loads import load_of, slack_ms
 from services.local_sched.state import Decision, Engine, State
@@ -43,7 +44,8 @@ def decide(state: State, now_ms: float) -> list[Action]:
     engines = [engine for engine in state.engines.values() if engine.running]
     if not engines:
         return []
-    decision = state.decision = _decision(state, now_ms, engines)
+    choose = _decision if state.settings.clock == "sweep" else governed
+    decision = state.decision = choose(state, now_ms, engines)
     loads, points = decision.loads, _points(state, decision)
     turns = [_turns(state, now_ms, *each) for each in zip(engines, loads, points, strict=True)]
     held: frozenset[str] = frozenset()
@@ -79,7 +81,11 @@ def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decisio
     clocks_mhz = _clocks(engines[0].lut, settings.fixed_clock_mhz)
     models = tuple([engine.spec.name for engine in engines])
     budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
-    awaited = bool(state.queue) and any(work.passed_over_ms is not None for work in state.queue.values())
+    awaited = (
+        settings.memory_pressure
+        and bool(state.queue)
+        and any(work.passed_over_ms is not None for work in state.queue.values())
+    )
     paced = settings.pacing == "slack" and state.device.has_meter and not memory_short
     loads = [load_of(state, now_ms, engine, paced=paced) for engine in engines]
     asked = (models, clocks_mhz, loads, budget_pct, memory_short, awaited)
@@ -89,7 +95,8 @@ def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decisio
         profiles = [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
         found = []
         if not awaited:
-            found = tune.sweep(state.device, profiles, len(clocks_mhz), budget_pct, wide=memory_short)
+            how = {"wide": memory_short, "widening": settings.widening}
+            found = tune.sweep(state.device, profiles, len(clocks_mhz), budget_pct, **how)
     current_mhz = _in_force_mhz(state)
     current = clocks_mhz.index(current_mhz) if current_mhz in clocks_mhz else None
     chosen = tune.choose(
@@ -162,6 +169,8 @@ def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
 
 def _memory_is_short(state: State) -> bool:
     """Say whether KV memory is so short that requests had better leave it soon (docs/decisions.md, 21)."""
+    if not state.settings.memory_pressure:
+        return False
     free_bytes, most_bytes = state.ledger.kv_bytes
     return free_bytes < state.settings.ample_memory * most_bytes
 
@@ -193,6 +202,8 @@ def _turns(state: State, now_ms: float, engine: Engine, load: Load, point: Point
         )
     if len(tasks) == 1:
         return tasks
+    if state.settings.turns == "score":
+        return batch.fair_order(tasks, state.served)
     return batch.prefill_order(tasks, state.served, 2.0 * _chunk_ms(state, engine))
 
 

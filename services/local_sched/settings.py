@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.errors import ConfigError
+
 
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a local scheduler can be told (3.4; numbers in parentheses point into docs/decisions.md).
@@ -37,6 +39,11 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         replan_ms: while work runs, a plan is looked at again after this long even if nothing changed.
         clock_dwell_ms: least time between two clock switches, unless a deadline is at risk (25).
         clock_min_gain: a lower clock must save at least this share of the energy to be worth a switch (25).
+        clock, shares: how they are chosen: both by the joint ``sweep`` of 3.4, or one after the other, as
+            other systems do (`policies/`).
+        widening: the sweep considers, beside the least shares, those that fill the device; the paper's not.
+        memory_pressure: scarce memory is a reason for wide shares and a high clock (21).
+        turns: an engine takes prefills by Eq. 4 as long as all are ``in_time`` so, or by ``score`` alone.
         fixed_clock_mhz: pins the clock; None lets the sweep choose it.
         considered_prefills: most prefills per engine, earliest deadlines first, that the sweep weighs.
         chunk_part: a chunk of prefill takes at most this part of the shortest TTFT that a request of the
@@ -76,6 +83,11 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replan_ms: float = 100.0
     clock_dwell_ms: float = 200.0
     clock_min_gain: float = 0.02
+    clock: Literal["sweep", "default"] = "sweep"
+    shares: Literal["sweep", "all"] = "sweep"
+    widening: bool = True
+    memory_pressure: bool = True
+    turns: Literal["in_time", "score"] = "in_time"
     fixed_clock_mhz: int | None = None
     considered_prefills: int = 16
     chunk_part: float = 0.3
@@ -84,3 +96,9 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     move_ttl_ms: float = 5_000.0
     report_steps: int = 1
     oom_grace_ms: float = 20.0
+
+    def __post_init__(self) -> None:
+        if (self.clock == "sweep") != (self.shares == "sweep"):
+            raise ConfigError(
+                f"clock is {self.clock} and shares {self.shares}: the sweep chooses both or none"
+            )

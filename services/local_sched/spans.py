@@ -9,6 +9,7 @@ from shared.model import RequestEnd
 RULES = {
     "least_energy": "Of all points that meet every deadline it takes the least energy.",
     "clock_kept": "The least energy at the present clock; to switch saves too little, or is too soon.",
+    "own_rule": "The clock and the shares are chosen by the rules of another system.",
     "fixed_clock": "The clock is fixed by a setting: the least energy there that meets every deadline.",
     "memory_short": "Memory is short: the least energy of the widest shares, so that requests leave sooner.",
     "memory_awaited": "A request waits for memory: the highest clock, for others to leave sooner.",
@@ -117,6 +118,8 @@ def _rule(state: State, decision: Decision, points: list[Candidate]) -> str:
     chosen = decision.chosen
     if chosen is None:
         return "infeasible" if points else "memory_awaited"
+    if state.settings.clock != "sweep":
+        return "own_rule"
     if state.settings.fixed_clock_mhz is not None:
         return "fixed_clock"
     if decision.memory_short:

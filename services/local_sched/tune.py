@@ -85,7 +85,13 @@ class Stretch(NamedTuple):
 
 
 def sweep(
-    device: Device, profiles: Sequence[Profile], clocks: int, budget_pct: int = 100, *, wide: bool = False
+    device: Device,
+    profiles: Sequence[Profile],
+    clocks: int,
+    budget_pct: int = 100,
+    *,
+    wide: bool = False,
+    widening: bool = True,
 ) -> list[Stretch]:
     """Return the least and the filled shares at each of so many clocks, with their energy.
 
@@ -98,6 +104,7 @@ def sweep(
         profiles: of each engine, over these clocks.
         wide: leave out the least shares where the filled ones hold as well. They end requests sooner for a
             little more energy, which is worth it when memory is short (docs/decisions.md, 21).
+        widening: consider the filled shares at all.
     """
     divide = divider_of(device)
     j_per_ms = device.static_w / 1e3 if device.has_meter else 1.0
@@ -118,7 +125,7 @@ def sweep(
         if least.total_pct > budget_pct:
             return [*found, *_stretch(profiles, places, least, least, clock, clock + 1, j_per_ms)]
         filled, filled_end = divide(least.filled), clock
-        if filled is not least:
+        if widening and filled is not least:
             filled_end = max(clock, min(end, *_reach(profiles, least.filled, filled)))
         found += _stretch(profiles, places, least, least, filled_end if wide else clock, end, j_per_ms)
         found += _stretch(profiles, least.filled, filled, least, clock, filled_end, j_per_ms)

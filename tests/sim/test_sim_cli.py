@@ -69,7 +69,7 @@ def test_sim_shows_a_summary_of_a_trace_and_draws_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--system", "other"), "no system is called 'other'; there are: festina"),
+        (("--system", "other"), "no system is called 'other'; there are: festina, festina-paper"),
         (("--workload", "other"), "no workload is called 'other'; there are: sharegpt"),
         (("--workload", "missing.csv"), "missing.csv cannot be read"),
         (("--default-clock", "1981"), "has no clock of 1981 MHz; it has 345 to 1980 in steps of 15"),

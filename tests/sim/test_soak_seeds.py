@@ -8,12 +8,19 @@ from sim.soak import play
 
 SEEDS = 200
 PER_TEST = 10
+OTHERS = {"festina-paper": 20}  # how many seeds of each; `make sim-soak SYSTEM=...` plays more
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
 def test_no_invariant_breaks(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         play(seed)
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_no_invariant_breaks_under_other_systems(system: str) -> None:
+    for seed in range(OTHERS[system]):
+        play(seed, system)
 
 
 def test_a_failure_names_its_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,17 @@
+"""How models are placed and moved under the name of each system: its policy's settings, where they differ."""
+
+from typing import Any
+
+from shared.systems import system_for
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "ewr": {},
+    # 3.5.2 word by word: only for fewer GPUs, memory by Little's law alone, and nothing learnt of a failure
+    "ewr-literal": {"least_saving": 1.0, "burst_sigmas": 0.0, "caution": 0.0},
+    "none": {"consolidation": "none"},
+}
+
+
+def preset(system: str) -> dict[str, Any]:
+    """Return the settings by which a system places models. Raises ConfigError for one that is not known."""
+    return PRESETS[system_for(system).consolidation]

@@ -1,0 +1,17 @@
+"""How requests are dispatched under the name of each system: its policy's own settings, where they differ."""
+
+from typing import Any
+
+from shared.systems import system_for
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "least-energy": {},
+    # Eqs. 2 and 3 word by word (docs/decisions.md, 16)
+    "least-energy-literal": {"charge": "device"},
+    "in-time": {"choice": "in_time"},
+}
+
+
+def preset(system: str) -> dict[str, Any]:
+    """Return the settings by which a system dispatches. Raises ConfigError for one that is not known."""
+    return PRESETS[system_for(system).dispatch]

@@ -1,0 +1,25 @@
+"""How a GPU is run under the name of each system: its policy's own settings, where they differ."""
+
+from typing import Any
+
+from shared.systems import system_for
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "joint-sweep": {},
+    # 3.4 word by word: least shares, every saving taken at once, Eq. 4, and clocks by deadlines alone
+    "joint-sweep-literal": {
+        "widening": False,
+        "memory_pressure": False,
+        "pacing": "off",
+        "turns": "score",
+        "slack_headroom": 0.0,
+        "clock_dwell_ms": 0.0,
+        "clock_min_gain": 0.0,
+    },
+    "ungoverned": {"clock": "default", "shares": "all", "pacing": "off", "turns": "score"},
+}
+
+
+def preset(system: str) -> dict[str, Any]:
+    """Return the settings by which a system runs a GPU. Raises ConfigError for one that is not known."""
+    return PRESETS[system_for(system).runtime]

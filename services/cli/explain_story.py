@@ -177,6 +177,8 @@ def _load(has: dict[str, Any]) -> str:
     told = ""
     if has.get("kv_tokens"):
         told += f"; with {number(has.get('bytes', 0) / 1e6, 'MB')} of its KV, {has['kv_tokens']} tokens"
+    if has.get("copied_j"):
+        told += f"; copying that out took {number(has['copied_j'], 'J')}"
     if has.get("freeze_ms"):
         told += f"; it stood still for {number(has['freeze_ms'], 'ms')}"
     return told

@@ -1,10 +1,12 @@
 """The serving systems that can be compared, by name: which policy each tier follows under that name.
 
-Names only; every service resolves the name of its own policy, in its `presets.py`. The last four fields are
-the columns of the paper's Table 1.
+Names only; every service resolves the name of its own policy, in its `presets.py`. Four of the fields are the
+columns of the paper's Table 1.
 """
 
 from typing import Literal
+
+from msgspec.structs import replace
 
 from shared.errors import ConfigError
 from shared.model import Struct
@@ -24,6 +26,7 @@ class System(Struct):
         reconfigures: what a model has of a GPU changes with its load.
         energy_aware: energy is among what decisions weigh.
         phase_aware: prefill and decode are decided on apart.
+        idle: what becomes of a GPU without models: the accounting in which its energy is counted.
     """
 
     about: str
@@ -34,6 +37,7 @@ class System(Struct):
     reconfigures: Has
     energy_aware: Has
     phase_aware: Has
+    idle: Literal["cold", "off"] = "cold"
 
 
 def _stage(number: int, adds: str, dispatch: str, runtime: str, consolidation: str) -> System:
@@ -51,16 +55,48 @@ def _stage(number: int, adds: str, dispatch: str, runtime: str, consolidation: s
     )
 
 
+_LITERAL = ("least-energy-literal", "joint-sweep-literal")
+
 SYSTEMS: dict[str, System] = {
     "festina": System(
         "Festina at its best", "least-energy", "joint-sweep", "ewr", "yes", "yes", "yes", "yes"
     ),
     "festina-paper": System(
-        "Festina as published, which is stage 5 of its ablation",
-        *("least-energy-literal", "joint-sweep-literal", "ewr-literal"),
-        *("yes", "yes", "yes", "yes"),
+        "Festina as published: stage 5 of its ablation", *_LITERAL, "ewr-literal", "yes", "yes", "yes", "yes"
     ),
     "festina-stage-1": _stage(1, "SLO-aware dispatching", "in-time", "ungoverned", "none"),
+    "festina-stage-2": _stage(2, "and frequency-aware dispatching", _LITERAL[0], "affinity", "none"),
+    "festina-stage-3": _stage(3, "and clocks and SM shares at run time", *_LITERAL, "none"),
+    "festina-stage-4": _stage(4, "and SLO-aware placement", *_LITERAL, "demand-literal"),
+    "festina-stage-5": _stage(5, "and frequency-affine placement", *_LITERAL, "ewr-literal"),
+    "festina-stage-6": replace(
+        _stage(6, "and empty GPUs off (Festina+)", *_LITERAL, "ewr-literal"), idle="off"
+    ),
+    "muxserve": System(
+        "MuxServe: SM shares and placement made offline",
+        *("static", "static-shares", "none"),
+        *("yes", "no", "no", "no"),
+    ),
+    "dilu": System(
+        "Dilu: SM shares by demand, first come first served",
+        *("least-loaded", "shares-by-demand", "none"),
+        *("yes", "yes", "no", "no"),
+    ),
+    "voltanallm": System(
+        "VoltanaLLM, co-located: EcoRoute, and EcoFreq per GPU",
+        *("eco-route", "ecofreq", "none"),
+        *("no", "no", "yes", "yes"),
+    ),
+    "greenllm": System(
+        "GreenLLM, co-located: a clock per phase, the higher of them per GPU",
+        *("least-loaded", "greenllm", "none"),
+        *("no", "no", "yes", "yes"),
+    ),
+    "dynamollm": System(
+        "DynamoLLM, co-located: a clock per class of requests, the highest of them per GPU",
+        *("least-loaded", "class-clocks", "none"),
+        *("no", "partial", "yes", "no"),
+    ),
 }
 
 

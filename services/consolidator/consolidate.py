@@ -7,6 +7,7 @@ models of a crowded GPU are spread onto a resting one.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
@@ -191,6 +192,8 @@ class Consolidation:
             as_it_is = self._expected(holds, needs, device)
             least_served = min(self._set.least_served, as_it_is.served_share)
             demands = [demand for need in needs.values() for demand in need.demands]
+            if self._set.consolidation == "demand":  # then no clock is closer than another
+                demands = [replace(demand, clock_mhz=device.f_max_mhz) for demand in demands]
             groups: list[list[Demand]] | None = None
             for found in groupings(demands, len(holds), capacity, least_served):
                 groups = found

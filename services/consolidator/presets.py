@@ -4,10 +4,14 @@ from typing import Any
 
 from shared.systems import system_for
 
+_LITERAL: dict[str, Any] = {"least_saving": 1.0, "burst_sigmas": 0.0, "caution": 0.0}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "ewr": {},
     # 3.5.2 word by word: only for fewer GPUs, memory by Little's law alone, and nothing learnt of a failure
-    "ewr-literal": {"least_saving": 1.0, "burst_sigmas": 0.0, "caution": 0.0},
+    "ewr-literal": _LITERAL,
+    # the same without clocks (4.3, stage 4)
+    "demand-literal": {**_LITERAL, "consolidation": "demand"},
     "none": {"consolidation": "none"},
 }
 

@@ -27,7 +27,8 @@ class ConsolidatorSettings(Struct):
         move_timeout_ms: a migrator silent for this long about a move has lost it.
         replica_keep_alive_ms: keep-alive of every instance but the last of a model that is to stay loaded.
         unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
-        consolidation: ``ewr`` as in 3.5, or ``none``: models stay where they were first placed.
+        consolidation: ``ewr`` as in 3.5; ``demand``: by SMs and memory, whatever clock models prefer; or
+            ``none``: models stay where they were first placed.
         window_ms: window over which each model's load is known (3.5.2: 5 minutes).
         observe_ms: least time of hearing before anything is concluded from that.
         consolidate_ms: slow period of looking, beside the ends of keep-alives.
@@ -83,8 +84,8 @@ class ConsolidatorSettings(Struct):
             raise ConfigError(f"safety_margin is a fraction below 1, not {self.safety_margin}")
         if self.min_kv_bytes < 0:
             raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
-        if self.consolidation not in ("ewr", "none"):
-            raise ConfigError(f"consolidation is ewr or none, not {self.consolidation!r}")
+        if self.consolidation not in ("ewr", "demand", "none"):
+            raise ConfigError(f"consolidation is ewr, demand or none, not {self.consolidation!r}")
         if self.empty_state not in ("warm", "cold", "off"):
             raise ConfigError(f"empty_state is warm, cold or off, not {self.empty_state!r}")
         for name in ("least_served", "caution"):

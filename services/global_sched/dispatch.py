@@ -74,7 +74,7 @@ class Decision(Struct):
     """The chosen candidate, and by which rule.
 
     ``reason`` is ``least_energy``, ``lowest_latency`` (no meter), ``f_max``, or ``best_effort``: not in time;
-    ``in_time`` of other systems. `seen` is what was looked at on the way, the chosen one among them.
+    the name of another system's choice. `seen` is what was looked at on the way, the chosen one among them.
     """
 
     candidate: Candidate

@@ -1,5 +1,6 @@
 """How requests are dispatched under the name of each system: its policy's own settings, where they differ."""
 
+import math
 from typing import Any
 
 from shared.systems import system_for
@@ -9,6 +10,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Eqs. 2 and 3 word by word (docs/decisions.md, 16)
     "least-energy-literal": {"charge": "device"},
     "in-time": {"choice": "in_time"},
+    "least-loaded": {"choice": "least_loaded"},
+    # placed offline: no further instance is ever asked for
+    "static": {"choice": "least_loaded", "deficit_requests": math.inf},
+    "eco-route": {"choice": "eco_route"},
 }
 
 

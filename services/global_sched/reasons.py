@@ -20,6 +20,8 @@ PHASES = {
     "lowest_latency": "current_clock",
     "f_max": "boost",
     "in_time": "current_clock",
+    "least_loaded": "current_clock",
+    "eco_route": "current_clock",
     "best_effort": "best_effort",
 }
 
@@ -95,6 +97,8 @@ def _sentence(decision: Decision, work: Work) -> str:
             return f"{where} is in time for {energy}, the least or as good, and has most memory free."
         case "lowest_latency":
             return f"{where} is the quickest of those in time, {best.latency_ms:.0f} ms; it has no meter."
+        case "least_loaded" | "eco_route":
+            return f"{where} is in time, and next by the rule of another system ({decision.reason})."
         case "in_time":
             return f"{where} is in time, and has memory first."
         case "f_max":

@@ -9,36 +9,74 @@ from functools import lru_cache
 from services.local_sched import tune
 from services.local_sched.grid import grid_of
 from services.local_sched.loads import load_of
-from services.local_sched.policies.clocks import CLOCKS
-from services.local_sched.policies.shares import SHARES
+from services.local_sched.policies.affinity import affinity
+from services.local_sched.policies.dilu import demand
+from services.local_sched.policies.dynamollm import dynamollm
+from services.local_sched.policies.ecofreq import ecofreq
+from services.local_sched.policies.greenllm import greenllm
+from services.local_sched.policies.muxserve import static
+from services.local_sched.policies.sight import Clock, Shares, Sight, default, everything
 from services.local_sched.state import Decision, Engine, State
 from services.local_sched.tune import Candidate, Stretch
 from shared.lut import Lut
 
+SHARES: dict[str, Shares] = {"all": everything, "static": static, "demand": demand}
+CLOCKS: dict[str, Clock] = {
+    "default": default,
+    "affinity": affinity,
+    "ecofreq": ecofreq,
+    "greenllm": greenllm,
+    "dynamollm": dynamollm,
+}
+"""By the names that the settings `shares` and `clock` give them."""
+
 
 def governed(state: State, now_ms: float, engines: Sequence[Engine]) -> Decision:
-    """Choose the clock, then the shares, by the rules that the settings name."""
-    settings, device = state.settings, state.device
-    clocks_mhz = _clocks(engines[0].lut, device.default_clock_mhz)
-    loads = [load_of(state, now_ms, engine) for engine in engines]
-    profiles = [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
-    clock = CLOCKS[settings.clock](device, profiles, clocks_mhz)
-    shares_pct = SHARES[settings.shares](device, profiles, clock)
-    least_pct = tune.least_shares(device, profiles, clock)
+    """Choose the shares, then the clock, by the rules that the settings name."""
+    sight = _sight(state, now_ms, engines)
+    shares_pct = SHARES[state.settings.shares](sight)
+    clock = CLOCKS[state.settings.clock](sight, shares_pct)
+    least_pct = tune.least_shares(state.device, sight.profiles, clock)
     return Decision(
         models=tuple([engine.spec.name for engine in engines]),
-        clocks_mhz=clocks_mhz,
-        loads=loads,
+        clocks_mhz=sight.clocks_mhz,
+        loads=list(sight.loads),
         budget_pct=max(100, sum(shares_pct)),
         memory_short=False,
         memory_awaited=False,
-        profiles=profiles,
+        profiles=list(sight.profiles),
         found=[Stretch(shares_pct, least_pct, clock, [0.0])],
-        chosen=Candidate(clocks_mhz[clock], shares_pct, 0.0),
+        chosen=Candidate(sight.clocks_mhz[clock], shares_pct, 0.0),
+    )
+
+
+def _sight(state: State, now_ms: float, engines: Sequence[Engine]) -> Sight:
+    settings, device = state.settings, state.device
+    governs = settings.clock != "default"
+    clocks_mhz = _clocks(engines[0].lut) if governs else (device.default_clock_mhz,)
+    loads = [load_of(state, now_ms, engine) for engine in engines]
+    residents = [name for name, engine in state.engines.items() if engine.state in ("loading", "ready")]
+    free_bytes, most_bytes = state.ledger.kv_bytes
+    return Sight(
+        device=device,
+        settings=settings,
+        clocks_mhz=clocks_mhz,
+        loads=loads,
+        profiles=[grid_of(load.lut, clocks_mhz).profile(load) for load in loads],
+        lengths=[
+            [(len(w.request.prompt_tokens), w.predicted_output_tokens) for w in engine.running.values()]
+            for engine in engines
+        ],
+        steps_ms=[engine.step_ms for engine in engines],
+        residents=[state.engines[name].lut for name in residents],
+        places=[residents.index(engine.spec.name) for engine in engines],
+        waits=any(work.passed_over_ms is not None for work in state.queue.values()),
+        free_part=free_bytes / most_bytes if most_bytes else 0.0,
+        clock_mhz=state.clock_mhz,
     )
 
 
 @lru_cache(maxsize=256)
-def _clocks(lut: Lut, default_mhz: int) -> tuple[int, ...]:
-    """Return the clocks to choose from, descending: the table's grid, and that of a device left alone."""
-    return tuple(sorted({*map(int, lut.clocks_mhz), default_mhz}, reverse=True))
+def _clocks(lut: Lut) -> tuple[int, ...]:
+    """Return the clocks of a table from F_max down."""
+    return tuple(map(int, lut.clocks_mhz[::-1]))

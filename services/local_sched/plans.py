@@ -226,6 +226,8 @@ def _chunk_tokens(state: State, engine: Engine, load: Load, point: Point, turns:
     The first prefill ends with the chunk that it is in, whatever else that computes; one that comes during
     a chunk waits for its end.
     """
+    if state.settings.fixed_chunk_tokens:
+        return state.settings.fixed_chunk_tokens
     room_ms = _chunk_ms(state, engine)
     if load.decodes:
         room_ms = min(room_ms, load.decode_budget_ms - point.step_ms)

@@ -44,6 +44,11 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         widening: the sweep considers, beside the least shares, those that fill the device; the paper's not.
         memory_pressure: scarce memory is a reason for wide shares and a high clock (21).
         turns: an engine takes prefills by Eq. 4 as long as all are ``in_time`` so, or by ``score`` alone.
+        static_rate_per_s, static_input_tokens, static_output_tokens: the load of each model that ``static``
+            shares are made for; by default with the means of ShareGPT and its history.
+        ecofreq_floor_mhz: lowest clock that EcoFreq takes.
+        ecofreq_free_part: with a smaller part of the KV memory free than this, it takes the highest.
+        fixed_chunk_tokens: chunks of prefill are so large; 0 lets deadlines decide.
         fixed_clock_mhz: pins the clock; None lets the sweep choose it.
         considered_prefills: most prefills per engine, earliest deadlines first, that the sweep weighs.
         chunk_part: a chunk of prefill takes at most this part of the shortest TTFT that a request of the
@@ -83,11 +88,17 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replan_ms: float = 100.0
     clock_dwell_ms: float = 200.0
     clock_min_gain: float = 0.02
-    clock: Literal["sweep", "default"] = "sweep"
-    shares: Literal["sweep", "all"] = "sweep"
+    clock: Literal["sweep", "default", "affinity", "ecofreq", "greenllm", "dynamollm"] = "sweep"
+    shares: Literal["sweep", "all", "static", "demand"] = "sweep"
     widening: bool = True
     memory_pressure: bool = True
     turns: Literal["in_time", "score"] = "in_time"
+    static_rate_per_s: float = 1.0
+    static_input_tokens: int = 682
+    static_output_tokens: int = 296
+    ecofreq_floor_mhz: int = 1005
+    ecofreq_free_part: float = 0.1
+    fixed_chunk_tokens: int = 0
     fixed_clock_mhz: int | None = None
     considered_prefills: int = 16
     chunk_part: float = 0.3

@@ -113,7 +113,7 @@ def sweep(
     clock = 0
     while clock < clocks:
         least = divide(places)
-        reach = _reach(profiles, places, least)
+        reach = reach_of(profiles, places, least)
         end = min(reach)
         if end <= clock:
             raised = _raised(device, places, reach, clock)
@@ -126,14 +126,14 @@ def sweep(
             return [*found, *_stretch(profiles, places, least, least, clock, clock + 1, j_per_ms)]
         filled, filled_end = divide(least.filled), clock
         if widening and filled is not least:
-            filled_end = max(clock, min(end, *_reach(profiles, least.filled, filled)))
+            filled_end = max(clock, min(end, *reach_of(profiles, least.filled, filled)))
         found += _stretch(profiles, places, least, least, filled_end if wide else clock, end, j_per_ms)
         found += _stretch(profiles, least.filled, filled, least, clock, filled_end, j_per_ms)
         clock = end
     return found
 
 
-def _reach(profiles: Sequence[Profile], places: Sequence[int], division: Division) -> list[int]:
+def reach_of(profiles: Sequence[Profile], places: Sequence[int], division: Division) -> list[int]:
     """Return by engine at how many clocks, from the highest down, its deadlines hold on these shares.
 
     Where an engine does both, decode steps take their part of its time from the prefills.
@@ -214,7 +214,7 @@ def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tup
     """Return the least share per engine that meets its deadlines at a clock, beside the others."""
     divide, sizes_pct, places = divider_of(device), device.sm_sizes_pct, (0,) * len(profiles)
     while True:
-        reach = _reach(profiles, places, divide(places))
+        reach = reach_of(profiles, places, divide(places))
         if min(reach) > clock:
             return tuple(sizes_pct[place] for place in places)
         raised = _raised(device, places, reach, clock)

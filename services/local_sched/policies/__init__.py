@@ -1,1 +1,1 @@
-"""How other systems choose the clock and the SM shares of a GPU."""
+"""How other systems choose the clock and the SM shares of a GPU, a file per system."""

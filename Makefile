@@ -30,7 +30,8 @@ test: setup setup-vllm  ## all tests
 	$(BIN)/python -m pytest
 
 test-resilience: setup  ## kill, cut off and restart everything under load, for several minutes
-	FESTINA_RESILIENCE_ROUNDS=10 $(BIN)/python -m pytest -v -s -m resilience tests/resilience
+	FESTINA_RESILIENCE_ROUNDS=10 FESTINA_FUZZ_S=60 $(BIN)/python -m pytest -v -s -m resilience tests/resilience \
+		tests/integration/test_clock_guard.py
 
 test-compose: setup  ## build and start compose.yaml for real, where a Docker engine can run
 	$(BIN)/python -m pytest -v -s -m compose --durations=5 --durations-min=1 tests/compose

@@ -121,20 +121,31 @@ class OutOfMemory(Event):
 
 
 class ClockApplied(Event):
-    """The device's answer to `SetClock`: the clock it runs at now, and why if that is another."""
+    """The clock that the device runs at now, after `SetClock` or when it changes, and why if it is another.
+
+    `limited` is ``capped`` while power or heat allow no higher one, ``refused`` where the device keeps its
+    own whatever is asked, and empty where the clock is the device's to give.
+    """
 
     asked_mhz: int
     applied_mhz: int
     reason: str = ""
+    limited: str = ""
 
 
 class DeviceSampled(Event):
-    """Periodic reading of the device. `state` is ``active``, ``warm`` or ``cold``; None: no meter."""
+    """Periodic reading of the device. `state` is ``active``, ``warm`` or ``cold``; None: unknown.
+
+    `energy_source` says where the joules come from: ``counter``, ``integrated`` power, ``modelled``, or
+    ``unknown``. `meter_faults` counts what was wrong with the meter so far, by kind.
+    """
 
     state: str
     used_bytes: int
     power_w: float | None
     energy_j: float | None
+    energy_source: str = "unknown"
+    meter_faults: dict[str, int] = {}
 
 
 class ExportKv(Order):

@@ -6,16 +6,13 @@ performed here; each service's ``main.py`` adds performers for its own.
 
 import asyncio
 import gc
-import json
 import logging
 import math
 import os
-import signal
 import socket
-import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +21,7 @@ from shared import events as ev
 from shared.bus import Bus
 from shared.clock import now_ms
 from shared.config import Common
-from shared.errors import FestinaError, LutRefused, Unavailable
+from shared.errors import LutRefused, Unavailable
 from shared.known_models import KnownModels
 from shared.lut import unpack
 from shared.metrics import Metrics
@@ -272,53 +269,6 @@ class Shell:
             # The loop's timers count whole ms: rounded down, the core would be asked again and again.
             delay_s = math.ceil(max(0.0, wake_ms - now_ms())) / 1000.0
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.heard, ev.Tick())
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
-    _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update({k: v for k, v in record.__dict__.items() if k not in self._STANDARD})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def run_service(settings: Common, main: Callable[[asyncio.Event], Awaitable[bool]]) -> None:
-    """Run a service's coroutine until SIGTERM or SIGINT; exit 1 with one line on an error made on purpose.
-
-    Args:
-        settings: for the log level.
-        main: takes the event that is set when the service is told to stop; returns whether all went well.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
-    logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
-
-    async def supervised() -> bool:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        return await main(stop)
-
-    try:
-        import uvloop
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            well = runner.run(supervised())
-    except FestinaError as error:
-        log.error(str(error))
-        sys.exit(1)
-    sys.exit(0 if well else 1)
 
 
 async def wait_for_stop(shell: Shell, stop: asyncio.Event) -> bool:

@@ -10,14 +10,17 @@ from pathlib import Path
 import msgspec
 
 from services.local_sched.engine_vllm import VllmEngines
+from services.local_sched.gpu_nvml import Clocks, Engines, FixedClocks, NvmlEngines, OwnClocks
+from services.local_sched.meter import COUNTER, INTEGRATED
+from services.local_sched.nvml import NvmlGpu
 from services.local_sched.profile_grid import WRITTEN_TOKENS, Grid, grid_for
 from services.local_sched.profile_lab import EngineLab, Lab, VirtualLab
-from services.local_sched.profile_nvml import NvmlDevice
 from services.local_sched.profile_stats import Effort
 from services.local_sched.vllm_env import MODEL_NAME, VLLM, smollm2_spec, vllm_python
 from shared.catalog import entries
+from shared.clock import now_ms
 from shared.devices import DEVICES, Device, device_for
-from shared.errors import ConfigError, FestinaError
+from shared.errors import ActuatorRefused, ConfigError, FestinaError
 from shared.events import Event
 from shared.model import ModelSpec, slug
 
@@ -27,6 +30,8 @@ VLLM_MAX_BATCH = 16
 MEMORY_MARGIN = 0.05
 METER_WINDOW_MS = 1_200.0
 """An energy counter moves in steps of up to 100 ms: watts need a window of over a second."""
+
+METERS = {True: COUNTER, False: INTEGRATED}
 
 NO_SHARES = "vLLM has no SM partitioning"
 NO_CLOCKS = "a CPU engine has no clock to set"
@@ -70,35 +75,42 @@ def target_for(
             fixed_clock=NO_CLOCKS,
             fixed_share=NO_SHARES,
         )
-        lab = _vllm_lab(vllm_env, state, None)
+        lab = EngineLab(_vllm_engines(vllm_env, state))
         yield Target(
             device, spec, grid, effort, "vLLM on CPU", lab, _pool_bytes(grid, spec), engine_version=VLLM
         )
     elif gpu.startswith("cuda:") and source == "measure":
         index = cuda_index(gpu)
         spec = _real_model(model, state)
-        control = NvmlDevice(index)
-        try:
-            device = device_for(gpu_type or _type_of(control.name))
-            pool_bytes = int(device.total_bytes * (1 - MEMORY_MARGIN)) - spec.weight_bytes
-            grid = grid_for(
-                device,
-                spec,
-                pool_bytes=pool_bytes,
-                max_batch=VLLM_MAX_BATCH,
-                offered_mhz=control.clocks_mhz,
-                fixed_clock=control.fixed_clock,
-                fixed_share=NO_SHARES,
-            )
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(index)  # the engine's process inherits it
-            # no bound on the repeats but their time: short steps need many to fill the meter's window
-            effort = replace(effort, most=10_000, most_ms=2 * METER_WINDOW_MS, least_ms=METER_WINDOW_MS)
-            what = f"vLLM on {control.name}, energy: {control.energy_source}"
-            lab, pool_bytes = _vllm_lab(vllm_env, state, control), _pool_bytes(grid, spec)
-            version = VLLM.replace("-cpu", "")
-            yield Target(device, spec, grid, effort, what, lab, pool_bytes, control.driver, version)
-        finally:
-            control.close()
+        gpu_here = NvmlGpu(str(index))
+        device = device_for(gpu_type or _type_of(gpu_here.name))
+        clocks, fixed_clock = _clocks_of(gpu_here)
+        pool_bytes = int(device.total_bytes * (1 - MEMORY_MARGIN)) - spec.weight_bytes
+        grid = grid_for(
+            device,
+            spec,
+            pool_bytes=pool_bytes,
+            max_batch=VLLM_MAX_BATCH,
+            offered_mhz=gpu_here.clocks_mhz,
+            fixed_clock=fixed_clock,
+            fixed_share=NO_SHARES,
+        )
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(index)  # the engine's process inherits it
+        # no bound on the repeats but their time: short steps need many to fill the meter's window
+        effort = replace(effort, most=10_000, most_ms=2 * METER_WINDOW_MS, least_ms=METER_WINDOW_MS)
+        source = METERS[gpu_here.read().counter_j is not None]
+        what = f"vLLM on {gpu_here.name}, energy: {source}"
+        driven = partial(
+            NvmlEngines,
+            _vllm_engines(vllm_env, state),
+            gpu=gpu_here,
+            clocks=clocks,
+            cap_w=device.power_cap_w,
+            now_ms=now_ms,
+        )
+        lab = EngineLab(lambda report: driven(report=report))
+        pool_bytes, version = _pool_bytes(grid, spec), VLLM.replace("-cpu", "")
+        yield Target(device, spec, grid, effort, what, lab, pool_bytes, gpu_here.driver, version)
     elif gpu in DEVICES and gpu != "cpu":
         device, spec = device_for(gpu), _any_model(model, state)
         pool_bytes = int(device.total_bytes * (1 - MEMORY_MARGIN)) - spec.weight_bytes
@@ -113,12 +125,20 @@ def target_for(
         raise ConfigError(f"--gpu {gpu} is not known here; it is cpu, cuda:N, or one of: {known}")
 
 
-def _vllm_lab(vllm_env: Path, state: Path, control: NvmlDevice | None) -> EngineLab:
-    """Return the vLLM engines of an environment as a lab."""
+def _clocks_of(gpu: NvmlGpu) -> tuple[Clocks, str]:
+    """Return who sets the clocks of a GPU that the profiler has to itself, and why nobody can."""
+    try:
+        return OwnClocks(gpu), ""
+    except ActuatorRefused as error:
+        return FixedClocks(str(error)), str(error)
+
+
+def _vllm_engines(vllm_env: Path, state: Path) -> Callable[[Callable[[Event], None]], Engines]:
+    """Return what makes the vLLM engines of an environment. Raises FestinaError: there is none."""
     python = vllm_python(vllm_env)
     if python is None:
         raise FestinaError(f"no vLLM environment in {vllm_env}: run `make setup-vllm`")
-    return EngineLab(partial(_engines, str(python), state / "profile"), control)
+    return lambda report: VllmEngines(python=str(python), run_dir=state / "profile", report=report)
 
 
 def _pool_bytes(grid: Grid, model: ModelSpec) -> int:
@@ -126,10 +146,6 @@ def _pool_bytes(grid: Grid, model: ModelSpec) -> int:
     largest = (grid.context_tokens[-1] + WRITTEN_TOKENS) * grid.batches[-1]
     needed = max(min(grid.pool_tokens, largest), model.context_tokens)
     return int(needed / 0.9) * model.kv_bytes_per_token
-
-
-def _engines(python: str, run_dir: Path, report: Callable[[Event], None]) -> VllmEngines:
-    return VllmEngines(python=python, run_dir=run_dir, report=report)
 
 
 def cuda_index(gpu: str) -> int:

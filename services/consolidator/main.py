@@ -7,7 +7,8 @@ from services.consolidator.presets import preset
 from services.consolidator.settings import ConsolidatorSettings
 from shared.config import Common, load
 from shared.model import ModelSpec, Placement
-from shared.runtime import Shell, run_service, wait_for_stop
+from shared.process import run_service
+from shared.runtime import Shell, wait_for_stop
 from shared.subjects import CONSOLIDATOR, MODEL_KEYS, PLACEMENT_KEY
 
 

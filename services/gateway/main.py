@@ -20,7 +20,8 @@ from shared.config import Common, load
 from shared.errors import Unavailable
 from shared.metrics import Metrics
 from shared.model import Tenant
-from shared.runtime import Shell, run_service, wait_for_stop
+from shared.process import run_service
+from shared.runtime import Shell, wait_for_stop
 from shared.subjects import API_KEYS, GATEWAY, TENANT_KEYS
 
 KEYS_PERIOD_S = 2.0

@@ -8,7 +8,8 @@ from services.global_sched.presets import preset
 from services.global_sched.settings import GlobalSettings
 from shared.config import Common, load
 from shared.metrics import Metrics
-from shared.runtime import Shell, run_service, wait_for_stop
+from shared.process import run_service
+from shared.runtime import Shell, wait_for_stop
 from shared.subjects import GLOBAL, LEARNT_KEYS
 
 SHOW_PERIOD_S = 0.25

@@ -216,9 +216,15 @@ def _bus_restored(state: State, now_ms: float, event: ev.BusRestored) -> list[ev
 
 
 def _clock_applied(state: State, now_ms: float, event: en.ClockApplied) -> list[ev.Action]:
+    """Go by the clock that runs. One that the device cannot hold, or does not give, is decided without."""
     state.summary_due = state.summary_due or event.applied_mhz != state.clock_mhz
     state.clock_mhz = event.applied_mhz
-    return []
+    if event.limited == "capped":
+        state.limit_mhz, state.limited_ms = event.applied_mhz, now_ms
+    refused, state.clock_refused = state.clock_refused, event.limited == "refused"
+    if event.limited or refused:
+        state.work_changed = True
+    return [ev.Count(name="clock_limits", labels={"why": event.limited})] if event.limited else []
 
 
 def _device_sampled(state: State, now_ms: float, event: en.DeviceSampled) -> list[ev.Action]:

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.local_sched.clocks import snapped
 from services.local_sched.emulated_engine import Engine
 from services.local_sched.emulated_meter import IDLE, OVERHEAD, REQUESTS, Meter
 from services.local_sched.emulated_step import Step, idle_parts_w, run_together
 from services.local_sched.made_up import VocabSlice
+from services.local_sched.meter import MODELLED, UNKNOWN
 from shared.devices import Device
 from shared.engine import (
     ClockApplied,
@@ -139,6 +141,7 @@ class EmulatedGpu:
             used_bytes=self.used_bytes,
             power_w=self.power_w if metered else None,
             energy_j=self.energy_j if metered else None,
+            energy_source=MODELLED if metered else UNKNOWN,
         )
 
     @property
@@ -285,7 +288,7 @@ class EmulatedGpu:
         if isinstance(order, LoadEngine):
             self._load(now_ms, order, events)
         elif isinstance(order, SetClock):
-            self._clock_mhz = offered_clock_mhz(self.device, order.sm_clock_mhz)
+            self._clock_mhz = snapped(self.device.clocks_mhz, order.sm_clock_mhz)
             reason = (
                 ""
                 if self._clock_mhz == order.sm_clock_mhz
@@ -360,8 +363,3 @@ class EmulatedGpu:
         if engine.pool_bytes:
             return engine.pool_bytes // block_bytes - engine.blocks
         return self._free_bytes() // block_bytes
-
-
-def offered_clock_mhz(device: Device, asked_mhz: int) -> int:
-    """Return the highest clock the device offers that is not above the one asked for, else its lowest."""
-    return max((c for c in device.clocks_mhz if c <= asked_mhz), default=min(device.clocks_mhz))

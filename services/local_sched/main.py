@@ -3,8 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 import msgspec
 
@@ -12,7 +13,9 @@ from services.local_sched.core import LocalSchedCore
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
+from services.local_sched.gpu_nvml import Engines, NvmlEngines, clocks_for
 from services.local_sched.made_up import VocabSlice
+from services.local_sched.nvml import NvmlGpu
 from services.local_sched.presets import preset
 from services.local_sched.settings import LocalSettings
 from services.local_sched.state import State
@@ -25,7 +28,8 @@ from shared.devices import Device, device_for
 from shared.errors import ConfigError
 from shared.events import Event, Leaving
 from shared.metrics import Metrics
-from shared.runtime import Shell, run_service, wait_for_stop
+from shared.process import run_service
+from shared.runtime import Shell, wait_for_stop
 from shared.stage import StageSettings
 from shared.subjects import LOCAL
 
@@ -45,6 +49,10 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         speedup: emulated device time passes this much faster; 1 but for benchmarks of the services.
         vllm_python: interpreter of the environment that vLLM is installed in.
         run_dir: where the sockets and logs of the vLLM processes are.
+        clocks: ``nvml``: clock and meter are those of an NVIDIA GPU; ``none``: those that the engine has.
+        gpu: that GPU, by UUID (``GPU-…``) or number.
+        clock_guard: socket of the clock guard; empty: the GPU is measured, and keeps its clock.
+        memory_clock_mhz: memory clock to hold, one that the GPU offers; 0 leaves it to the driver.
     """
 
     host: str = "emulated-0"
@@ -55,31 +63,16 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float = 1.0
     vllm_python: str = ".venv-vllm/bin/python"
     run_dir: str = ".festina/run"
+    clocks: Literal["none", "nvml"] = "none"
+    gpu: str = "0"
+    clock_guard: str = ""
+    memory_clock_mhz: int = 0
 
     @property
     def device(self) -> Device:
         """What the GPU is. Raises ConfigError for an unknown type, or a clock that it does not offer."""
         device = device_for(self.gpu_type)
         return device.at_default_clock(self.default_clock_mhz) if self.default_clock_mhz else device
-
-
-class Engines(Protocol):
-    """The engines of one GPU, emulated or real: take orders, report what happened."""
-
-    async def start(self) -> None:
-        """Get ready for orders."""
-
-    def perform(self, order: en.Order) -> None:
-        """Carry out an order; what comes of it is reported later."""
-
-    async def close(self) -> None:
-        """End every engine and leave nothing behind."""
-
-    def sample(self) -> en.DeviceSampled:
-        """Read the device."""
-
-    def requests(self) -> dict[str, int]:
-        """Return by model how many requests its engine has."""
 
 
 def engines_for(
@@ -94,18 +87,36 @@ def engines_for(
         stages: folder of the host's stages, for KV that is moved; None: there is none.
 
     Raises:
-        ConfigError: there is no such kind of engine.
+        ConfigError: there is no such kind of engine, or no such GPU.
     """
-    if where.engine == "emulated":
-        token_ids, eos_id = standin.vocab_slice()
-        gpu = EmulatedGpu(
-            device, elastic_kv=where.elastic_kv, vocab=VocabSlice(token_ids=token_ids, eos_id=eos_id)
-        )
-        return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report, speedup=where.speedup)
+    if where.engine not in ("emulated", "vllm"):
+        raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")
+    make_engines = partial(_engines, where, device, stages)
+    if where.clocks == "none":
+        return make_engines(report)
+    gpu = NvmlGpu(where.gpu)
+    return NvmlEngines(
+        make_engines,
+        gpu=gpu,
+        clocks=clocks_for(gpu, where.clock_guard),
+        memory_clock_mhz=where.memory_clock_mhz,
+        cap_w=device.power_cap_w,
+        now_ms=now_ms,
+        report=report,
+    )
+
+
+def _engines(
+    where: DeviceSettings, device: Device, stages: Path | None, report: Callable[[Event], None]
+) -> Engines:
+    """Make the engines alone, with what they have for clock and meter."""
     if where.engine == "vllm":
         run_dir = Path(where.run_dir)
         return VllmEngines(python=where.vllm_python, run_dir=run_dir, report=report, stages=stages)
-    raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")
+    token_ids, eos_id = standin.vocab_slice()
+    vocab = VocabSlice(token_ids=token_ids, eos_id=eos_id)
+    gpu = EmulatedGpu(device, elastic_kv=where.elastic_kv, vocab=vocab)
+    return EmulatedEngines(gpu=gpu, now_ms=now_ms, report=report, speedup=where.speedup)
 
 
 async def serve(
@@ -161,6 +172,8 @@ async def _sample(shell: Shell, core: LocalSchedCore, engines: Engines) -> None:
         if reading.power_w is not None and reading.energy_j is not None:
             shell.metrics.show("power_w", {}, reading.power_w)
             shell.metrics.show("energy_j", {}, reading.energy_j)
+        shell.metrics.show_each("meter", "source", {reading.energy_source: 1.0})
+        shell.metrics.show_each("meter_faults", "kind", reading.meter_faults)
         book = core.state.energy
         if (uses_j := book.uses_j) is not None and book.residual_j is not None:
             shell.metrics.show_each("use_energy_j", "use", uses_j)

@@ -78,7 +78,7 @@ def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decisio
     Where there is the same to do as at the last decision, in rounded numbers, so is what was found then.
     """
     settings, last = state.settings, state.decision
-    clocks_mhz = _clocks(engines[0].lut, settings.fixed_clock_mhz)
+    clocks_mhz = _clocks(state, now_ms, engines[0].lut)
     models = tuple([engine.spec.name for engine in engines])
     budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
     awaited = (
@@ -109,10 +109,23 @@ def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decisio
     return Decision(*asked, profiles, found, chosen)
 
 
+def _clocks(state: State, now_ms: float, lut: Lut) -> tuple[int, ...]:
+    """Return the clocks of the sweep, from F_max down: those that the device gives and can hold."""
+    if state.clock_refused:
+        return (state.clock_mhz,)
+    limited = now_ms - state.limited_ms < state.settings.clock_limit_ms
+    return _grid_clocks(lut, state.settings.fixed_clock_mhz, state.limit_mhz if limited else None)
+
+
 @lru_cache(maxsize=256)
-def _clocks(lut: Lut, fixed_mhz: int | None) -> tuple[int, ...]:
-    """Return the clocks of the sweep, from F_max down: the table's grid, or the one that is pinned."""
-    return tuple(map(int, lut.clocks_mhz[::-1])) if fixed_mhz is None else (fixed_mhz,)
+def _grid_clocks(lut: Lut, fixed_mhz: int | None, limit_mhz: int | None) -> tuple[int, ...]:
+    """Return the table's clocks up to a limit, at least the lowest; or the one that is pinned."""
+    if fixed_mhz is not None:
+        return (fixed_mhz,)
+    clocks_mhz = tuple(map(int, lut.clocks_mhz[::-1]))
+    if limit_mhz is None:
+        return clocks_mhz
+    return tuple([clock for clock in clocks_mhz if clock <= limit_mhz]) or clocks_mhz[-1:]
 
 
 class Point(NamedTuple):
@@ -287,8 +300,8 @@ def _in_force_mhz(state: State) -> int:
 
 
 def _set_clock(state: State, now_ms: float, clock_mhz: int) -> list[Action]:
-    if clock_mhz == _in_force_mhz(state):
-        return []
+    if clock_mhz == _in_force_mhz(state) or state.clock_refused:
+        return []  # what is refused is asked again by whoever drives the device
     state.asked_mhz, state.switched_ms = clock_mhz, now_ms
     return [SetClock(sm_clock_mhz=clock_mhz), Count(name="clock_switches")]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.local_sched.emulated import EmulatedGpu
+from services.local_sched.gpu_nvml import Engines
 from services.local_sched.made_up import VocabSlice
 from shared import engine as en
 from shared.devices import Device
@@ -67,52 +68,20 @@ class VirtualLab:
         """Nothing to end."""
 
 
-class Engines(Protocol):
-    """Engines in real time; `VllmEngines` are such."""
-
-    async def start(self) -> None:
-        """Get ready for orders."""
-
-    def perform(self, order: en.Order) -> None:
-        """Carry out an order."""
-
-    async def close(self) -> None:
-        """End every engine."""
-
-
-class DeviceControl(Protocol):
-    """Meter and clocks of a real device; `profile_nvml.NvmlDevice` is one."""
-
-    def lock_clock(self, asked_mhz: int) -> int:
-        """Hold the SM clock and return the one applied."""
-
-    def energy_j(self) -> float | None:
-        """Read the energy counter; None if there is none."""
-
-
 class EngineLab:
-    """Real engines and, where the device has them, its meter and clocks; these stay open at the end."""
+    """Real engines, with the meter and the clocks of their device where it has them."""
 
-    def __init__(
-        self,
-        make_engines: Callable[[Callable[[Event], None]], Engines],
-        control: DeviceControl | None = None,
-    ) -> None:
+    def __init__(self, make_engines: Callable[[Callable[[Event], None]], Engines]) -> None:
         self._heard: asyncio.Queue[Event] = asyncio.Queue()
         self._engines = make_engines(self._heard.put_nowait)
-        self._control = control
 
     async def start(self) -> None:
         """Start the engines."""
         await self._engines.start()
 
     def perform(self, order: en.Order) -> None:
-        """Pass an order on; a clock is the device's business, not the engine's."""
-        if isinstance(order, en.SetClock) and self._control is not None:
-            applied = self._control.lock_clock(order.sm_clock_mhz)
-            self._heard.put_nowait(en.ClockApplied(asked_mhz=order.sm_clock_mhz, applied_mhz=applied))
-        else:
-            self._engines.perform(order)
+        """Pass an order on."""
+        self._engines.perform(order)
 
     async def heard(self) -> Event:
         """Wait for the next report. Raises Unavailable after a long silence."""
@@ -123,7 +92,7 @@ class EngineLab:
 
     def meter(self) -> tuple[float, float] | None:
         """Read the device's meter."""
-        energy_j = None if self._control is None else self._control.energy_j()
+        energy_j = self._engines.sample().energy_j
         return None if energy_j is None else (energy_j, time.perf_counter() * 1000)
 
     async def close(self) -> None:

@@ -49,6 +49,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ecofreq_floor_mhz: lowest clock that EcoFreq takes.
         ecofreq_free_part: with a smaller part of the KV memory free than this, it takes the highest.
         fixed_chunk_tokens: chunks of prefill are so large; 0 lets deadlines decide.
+        clock_limit_ms: after power or heat have held the clock lower than asked, no higher one is asked for
+            this long.
         fixed_clock_mhz: pins the clock; None lets the sweep choose it.
         considered_prefills: most prefills per engine, earliest deadlines first, that the sweep weighs.
         chunk_part: a chunk of prefill takes at most this part of the shortest TTFT that a request of the
@@ -99,6 +101,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ecofreq_floor_mhz: int = 1005
     ecofreq_free_part: float = 0.1
     fixed_chunk_tokens: int = 0
+    clock_limit_ms: float = 5_000.0
     fixed_clock_mhz: int | None = None
     considered_prefills: int = 16
     chunk_part: float = 0.3

@@ -104,6 +104,8 @@ class State:
         served: by tenant, tokens of the work started for it, by its weight; see `batch.fair_order`.
         decision: the one in force; None before the first.
         asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
+        clock_refused: the device keeps its own clock, whatever is asked.
+        limit_mhz, limited_ms: the highest clock that power and heat have allowed, and when; None: any.
         work_changed: the set of running work changed since the last decision.
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
         drained, leaving: the placement in force says so; this process has been told to stop.
@@ -141,6 +143,9 @@ class State:
     bus_lost: bool = False
     decision: Decision | None = None
     asked_mhz: int | None = None
+    clock_refused: bool = False
+    limit_mhz: int | None = None
+    limited_ms: float = -math.inf
     switched_ms: float = -math.inf
     evicted_ms: float = -math.inf
     decided_ms: float = -math.inf

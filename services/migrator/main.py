@@ -17,7 +17,8 @@ from services.migrator.stages import Stages
 from shared.config import Common, load
 from shared.errors import Unavailable
 from shared.model import HostAddress
-from shared.runtime import Shell, run_service, wait_for_stop
+from shared.process import run_service
+from shared.runtime import Shell, wait_for_stop
 from shared.stage import StageSettings
 from shared.subjects import MIGRATOR, host_key
 

@@ -15,6 +15,7 @@ import yaml
 from services.consolidator.settings import ConsolidatorSettings
 from services.gateway.settings import GatewaySettings
 from services.global_sched.settings import GlobalSettings
+from services.local_sched.clock_guard import GuardSettings
 from services.local_sched.main import DeviceSettings, device_for
 from services.local_sched.settings import LocalSettings
 from services.migrator.settings import LinkSettings, MigratorSettings
@@ -27,12 +28,14 @@ TEXT = (ROOT / "compose.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 OURS = {name: s for name, s in SERVICES.items() if s["image"].startswith("festina")}
 JOBS = {name for name, service in SERVICES.items() if service["restart"] == "on-failure"}
+GUARD = "gpu-clocks"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "": Common,
     "gateway": GatewaySettings,
     "global_sched": GlobalSettings,
     "local_sched": LocalSettings,
     "device": DeviceSettings,
+    "clock_guard": GuardSettings,
     "consolidator": ConsolidatorSettings,
     "migrator": MigratorSettings,
     "link": LinkSettings,
@@ -67,8 +70,13 @@ def environment(name: str) -> dict[str, str]:
 @each_service
 def test_it_is_hardened_and_pinned(name: str) -> None:
     service = SERVICES[name]
-    assert service["user"] not in ("", "root", "0") and not service["user"].startswith("0:")
-    assert service["read_only"] and service["cap_drop"] == ["ALL"] and "cap_add" not in service
+    if name == GUARD:  # the only one with a right, and it talks to nobody outside
+        assert service["user"] == "0:0" and service["cap_add"] == ["SYS_ADMIN"]
+        assert service["network_mode"] == "none" and "ports" not in service
+    else:
+        assert service["user"] not in ("", "root", "0") and not service["user"].startswith("0:")
+        assert "cap_add" not in service
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"] and "privileged" not in service
     assert service["restart"] in ("unless-stopped", "on-failure")
     assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(-[\w.]+)?", service["image"])
@@ -118,7 +126,20 @@ def test_every_festina_variable_is_a_setting(name: str) -> None:
     assert {key for key in environment(name) if key.startswith("FESTINA_")} <= variables()
 
 
-@pytest.mark.parametrize("name", [n for n, s in OURS.items() if "services." in str(s["command"])])
+def test_the_clock_guard_takes_those_who_ask_it() -> None:
+    settings = load(GuardSettings, "clock_guard", environment(GUARD))
+    for name in [n for n in OURS if environment(n).get("FESTINA_DEVICE_CLOCKS") == "nvml"]:
+        assert environment(name)["FESTINA_DEVICE_CLOCK_GUARD"] == settings.socket
+        assert SERVICES[name]["user"].split(":")[0] in settings.uids.split(",")
+        folder = settings.socket.rpartition("/")[0]
+        assert f"clocks:{folder}" in SERVICES[GUARD]["volumes"]
+        assert f"clocks:{folder}:ro" in SERVICES[name]["volumes"]
+
+
+SERVING = [n for n, s in OURS.items() if "services." in str(s["command"]) and n != GUARD]
+
+
+@pytest.mark.parametrize("name", SERVING)
 def test_every_service_takes_its_settings(name: str) -> None:
     [module] = [part for part in SERVICES[name]["command"] if part.startswith("services.")]
     section = module.split(".")[1]
@@ -218,7 +239,6 @@ def test_prometheus_finds_the_services_by_the_name_they_share() -> None:
     [job] = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     [found] = job["dns_sd_configs"]
     [name] = found["names"]
-    for service in OURS.values():
-        if "services." in str(service["command"]):
-            assert service["networks"]["default"]["aliases"] == [name]
+    for each in SERVING:
+        assert SERVICES[each]["networks"]["default"]["aliases"] == [name]
             assert service["environment"]["FESTINA_METRICS_PORT"] == str(found["port"])

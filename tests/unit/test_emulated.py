@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.local_sched.emulated import EmulatedGpu, offered_clock_mhz
+from services.local_sched.clocks import snapped
+from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.made_up import Answer, VocabSlice, answer, output_length
 from shared.devices import DEVICES
@@ -352,7 +353,7 @@ def test_a_clock_in_the_middle_of_a_step_stretches_the_rest() -> None:
     ("asked", "offered"), [(1980, 1980), (1004, 990), (5000, 1980), (0, 345), (345, 345)]
 )
 def test_offered_clock(asked: int, offered: int) -> None:
-    assert offered_clock_mhz(H100, asked) == offered
+    assert snapped(H100.clocks_mhz, asked) == offered
 
 
 def test_a_hold_changes_when_but_not_what() -> None:

@@ -1,0 +1,289 @@
+"""Engines on a GPU whose clock and meter are driven by NVML; to the core they are engines like any others.
+
+The GPU is read regularly, in a thread, so that no event loop waits for the driver, and less often while it
+has nothing to do. Its clock is set by somebody with the right to: the clock guard, or, where a process has
+the GPU to itself, that process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from services.local_sched.clock_lease import MOST_BYTES, Answer, Hold
+from services.local_sched.clocks import ClockKeeper
+from services.local_sched.meter import EnergyMeter
+from services.local_sched.nvml import NvmlGpu, Reading
+from shared import engine as en
+from shared.errors import ActuatorRefused, ConfigError, Unavailable
+from shared.events import Event
+
+log = logging.getLogger(__name__)
+
+BUSY_S, IDLE_S = 0.1, 1.0
+"""Between two readings while there is work, and while there is none."""
+LEASE_MS = 5_000.0
+GUARD_S = 2.0
+"""The guard answers within this, or is not there."""
+
+
+class Engines(Protocol):
+    """The engines that run on the GPU."""
+
+    async def start(self) -> None:
+        """Get ready for orders."""
+
+    def perform(self, order: en.Order) -> None:
+        """Carry out an order."""
+
+    async def close(self) -> None:
+        """End every engine."""
+
+    def sample(self) -> en.DeviceSampled:
+        """Read what only they know."""
+
+    def requests(self) -> dict[str, int]:
+        """Return by model how many requests its engine has."""
+
+
+class Clocks(Protocol):
+    """Sets the clocks of one GPU, and gives them back at the end. Called in a thread."""
+
+    def hold(self, sm_clock_mhz: int, memory_clock_mhz: int) -> None:
+        """Hold clocks from now on; 0 leaves one to the driver. Raises ActuatorRefused."""
+
+    def close(self) -> None:
+        """Give them back."""
+
+
+class OwnClocks:
+    """Clocks that this process sets by itself; for one that has the GPU to itself, and root."""
+
+    def __init__(self, gpu: NvmlGpu) -> None:
+        self._gpu = gpu
+        self._held = (0, 0)
+        gpu.lock()  # whatever an earlier run left; raises ActuatorRefused where clocks cannot be set
+
+    def hold(self, sm_clock_mhz: int, memory_clock_mhz: int) -> None:
+        """Hold clocks from now on."""
+        if (sm_clock_mhz, memory_clock_mhz) != self._held:
+            self._gpu.lock(sm_clock_mhz, memory_clock_mhz)
+            self._held = (sm_clock_mhz, memory_clock_mhz)
+
+    def close(self) -> None:
+        """Give them back."""
+        self._gpu.lock()
+
+
+class FixedClocks:
+    """Clocks that nobody sets, for a reason."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def hold(self, sm_clock_mhz: int, memory_clock_mhz: int) -> None:
+        """Refuse."""
+        raise ActuatorRefused(self._why)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class GuardedClocks:
+    """Clocks that the clock guard sets for us; if this process dies, it gives them back.
+
+    Args:
+        path: the guard's socket.
+        uuid: the GPU.
+    """
+
+    def __init__(self, path: str, uuid: str) -> None:
+        self._path, self._uuid = path, uuid
+        self._guard: socket.socket | None = None
+
+    def hold(self, sm_clock_mhz: int, memory_clock_mhz: int) -> None:
+        """Hold clocks from now on; to be said again within the lease, `LEASE_MS`."""
+        hold = Hold(
+            gpu=self._uuid, for_ms=LEASE_MS, sm_clock_mhz=sm_clock_mhz, memory_clock_mhz=memory_clock_mhz
+        )
+        try:
+            if self._guard is None:
+                self._guard = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._guard.settimeout(GUARD_S)
+                self._guard.connect(self._path)
+            self._guard.send(msgspec.json.encode(hold))
+            answer = msgspec.json.decode(self._guard.recv(MOST_BYTES), type=Answer)
+        except (OSError, msgspec.DecodeError) as error:
+            self.close()
+            raise ActuatorRefused(f"the clock guard at {self._path} does not answer: {error}") from None
+        if answer.refused:
+            raise ActuatorRefused(answer.refused)
+
+    def close(self) -> None:
+        """End the lease."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+
+class NvmlEngines:
+    """Engines, with the clock and the meter of the GPU that they run on.
+
+    The engines hear which clock runs: emulated ones take it for theirs.
+
+    Args:
+        make_engines: makes them, given whom to report to.
+        gpu: the GPU; closed at the end.
+        clocks: sets its clocks; closed at the end.
+        memory_clock_mhz: memory clock to hold, one that is offered; 0 leaves it to the driver.
+        cap_w: the most that the GPU draws.
+        now_ms: the service's clock.
+        report: told of what engines and GPU report, in the event loop.
+
+    Raises:
+        ConfigError: it has no clocks to choose, or not this memory clock.
+    """
+
+    def __init__(
+        self,
+        make_engines: Callable[[Callable[[Event], None]], Engines],
+        *,
+        gpu: NvmlGpu,
+        clocks: Clocks,
+        memory_clock_mhz: int = 0,
+        cap_w: float,
+        now_ms: Callable[[], float],
+        report: Callable[[Event], None],
+    ) -> None:
+        offered_mhz, memory_mhz = gpu.clocks_mhz, gpu.memory_clocks_mhz
+        if not offered_mhz:
+            raise ConfigError(f"{gpu.name} offers no clocks to choose from; set FESTINA_DEVICE_CLOCKS=none")
+        if memory_clock_mhz and memory_clock_mhz not in memory_mhz:
+            raise ConfigError(f"{gpu.name} has no memory clock of {memory_clock_mhz} MHz, only {memory_mhz}")
+        self.meter = EnergyMeter(cap_w)
+        self.keeper = ClockKeeper(offered_mhz)
+        self._gpu, self._clocks = gpu, clocks
+        self._memory_clock_mhz = memory_clock_mhz
+        self._now_ms = now_ms
+        self._report = report
+        self._engines = make_engines(self._engines_report)
+        self._busy = False
+        self._soon = asyncio.Event()
+        self._driving: asyncio.Task[None] | None = None
+        self._trouble = ""
+
+    async def start(self) -> None:
+        """Start the engines, and read the GPU from now on."""
+        await self._engines.start()
+        await self._look()
+        self._driving = asyncio.get_running_loop().create_task(self._drive(), name="nvml")
+
+    def perform(self, order: en.Order) -> None:
+        """Carry out an order; clocks are the GPU's business, all else the engines'."""
+        if isinstance(order, en.SetClock):
+            self.keeper.ask(self._now_ms(), order.sm_clock_mhz)
+            self._soon.set()
+        else:
+            self._engines.perform(order)
+
+    async def close(self) -> None:
+        """End the engines, and give the clock back."""
+        await self._engines.close()
+        if self._driving is not None:
+            self._driving.cancel()
+            await asyncio.wait((self._driving,))
+        try:
+            await asyncio.to_thread(self._clocks.close)
+        except ActuatorRefused as error:
+            log.error(str(error))
+        self._gpu.close()
+
+    def sample(self) -> en.DeviceSampled:
+        """Return what the engines tell, with the power and energy of the GPU's meter."""
+        told = self._engines.sample()
+        busy = told.state == "active"
+        if busy and not self._busy:
+            self._soon.set()
+        self._busy = busy
+        meter = self.meter
+        return en.DeviceSampled(
+            state=told.state,
+            used_bytes=told.used_bytes,
+            power_w=meter.power_w,
+            energy_j=meter.energy_j(self._now_ms()),
+            energy_source=meter.source,
+            meter_faults=dict(meter.faults),
+        )
+
+    def requests(self) -> dict[str, int]:
+        """Return by model how many requests its engine has."""
+        return self._engines.requests()
+
+    # ---- the GPU
+
+    async def _drive(self) -> None:
+        """Read the GPU, and set its clock when it is time, for ever."""
+        while True:
+            wait_s = BUSY_S if self._busy or self.keeper.settling(self._now_ms()) else IDLE_S
+            if (due_ms := self.keeper.due_ms) is not None:
+                wait_s = min(wait_s, max(0.0, (due_ms - self._now_ms()) / 1000.0))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._soon.wait(), wait_s)
+            self._soon.clear()
+            await self._set_clock()
+            await self._look()
+
+    async def _set_clock(self) -> None:
+        """Write the clock that is due, or renew the lease on the one that is held."""
+        keeper = self.keeper
+        clock_mhz, due = keeper.wanted(self._now_ms()), True
+        if clock_mhz is None:
+            clock_mhz, due = keeper.written_mhz, False
+        if clock_mhz is None and not self._memory_clock_mhz:
+            return
+        refused = ""
+        try:
+            await asyncio.to_thread(self._clocks.hold, clock_mhz or 0, self._memory_clock_mhz)
+        except ActuatorRefused as error:
+            refused = str(error)
+        if clock_mhz is not None and (due or refused):
+            keeper.answered(self._now_ms(), clock_mhz, refused)
+        self._note(refused)
+
+    async def _look(self) -> None:
+        """Read the GPU: for the meter, and for the clock that runs. One that cannot be read is unknown."""
+        try:
+            reading = await asyncio.to_thread(self._gpu.read)
+        except Unavailable as error:
+            self._note(str(error))
+            self.meter.read(self._now_ms(), None, None)
+            return
+        self._take(reading)
+
+    def _take(self, reading: Reading) -> None:
+        now_ms = self._now_ms()
+        self.meter.read(now_ms, reading.counter_j, reading.power_w)
+        news = self.keeper.read(now_ms, reading.clock_mhz, reading.limits, reading.idle)
+        if news is not None:
+            self._engines.perform(en.SetClock(sm_clock_mhz=news.applied_mhz))
+            self._report(news)
+
+    def _engines_report(self, event: Event) -> None:
+        if not isinstance(event, en.ClockApplied):  # their answer to the clock that they were told of
+            self._report(event)
+
+    def _note(self, trouble: str) -> None:
+        if trouble and trouble != self._trouble:
+            log.error(trouble)
+        self._trouble = trouble
+
+
+def clocks_for(gpu: NvmlGpu, guard_socket: str) -> Clocks:
+    """Return who sets the clocks of a GPU for an unprivileged process; without a guard, nobody does."""
+    if guard_socket:
+        return GuardedClocks(guard_socket, gpu.uuid)
+    return FixedClocks("no clock guard is configured: set FESTINA_DEVICE_CLOCK_GUARD to its socket")

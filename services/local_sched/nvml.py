@@ -1,0 +1,152 @@
+"""One NVIDIA GPU through its driver's NVML, in W, J and MHz (module `pynvml` of nvidia-ml-py).
+
+NVML's mW and mJ, and its errors, end here. Reading makes no CUDA context. Setting clocks takes root
+(`CAP_SYS_ADMIN` in a container), and what is set outlives the process that set it: so the clock guard sets
+them for everybody else (`clock_guard.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from shared.errors import ActuatorRefused, ConfigError, Unavailable
+
+T = TypeVar("T")
+
+IDLE_REASON = 0x1
+LIMITS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "power brake",
+}
+"""What holds a clock below the one asked for, by its bit (``nvmlClocksEventReason…`` in nvml.h)."""
+
+
+class Reading(NamedTuple):
+    """A GPU at one moment.
+
+    Args:
+        clock_mhz: the SM clock that it really runs at.
+        limits: what holds it below the one asked for, in words; empty if nothing does.
+        idle: it has nothing to do, and may clock down by itself.
+        power_w: None where it does not tell; on Hopper the mean of the last second.
+        counter_j: its energy counter, since the driver was loaded; None where it has none.
+    """
+
+    clock_mhz: int
+    limits: tuple[str, ...]
+    idle: bool
+    power_w: float | None
+    counter_j: float | None
+
+
+class NvmlGpu:
+    """One GPU, by its number or its UUID (``GPU-…``). Use it in one thread at a time.
+
+    Raises:
+        ConfigError: there is no NVML here, or no such GPU.
+    """
+
+    def __init__(self, which: str) -> None:
+        self._nvml = _pynvml()
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            raise ConfigError(f"no NVIDIA driver on this machine: {error}") from None
+        try:
+            if which.isdigit():
+                self._gpu = nvml.nvmlDeviceGetHandleByIndex(int(which))
+            else:
+                self._gpu = nvml.nvmlDeviceGetHandleByUUID(which)
+            self.name: str = nvml.nvmlDeviceGetName(self._gpu)
+            self.uuid: str = nvml.nvmlDeviceGetUUID(self._gpu)
+        except nvml.NVMLError as error:
+            nvml.nvmlShutdown()
+            raise ConfigError(f"no GPU {which} on this machine: {error}") from None
+        self.driver: str = nvml.nvmlSystemGetDriverVersion()
+
+    @property
+    def clocks_mhz(self) -> tuple[int, ...]:
+        """The SM clocks offered at the highest memory clock, ascending; empty where none can be chosen."""
+        memory_mhz = self.memory_clocks_mhz
+        read = self._nvml.nvmlDeviceGetSupportedGraphicsClocks
+        return tuple(sorted(self._read("clocks", read, memory_mhz[-1]) or ())) if memory_mhz else ()
+
+    @property
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """The memory clocks offered, ascending; empty where none can be chosen."""
+        return tuple(sorted(self._read("clocks", self._nvml.nvmlDeviceGetSupportedMemoryClocks) or ()))
+
+    def read(self) -> Reading:
+        """Read clock, power and energy. Raises Unavailable: the GPU has left the bus, or the driver fails."""
+        nvml = self._nvml
+        clock_mhz = self._read("clock", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
+        reasons = self._read("limits", nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+        power_mw = self._read("power", nvml.nvmlDeviceGetPowerUsage)
+        counter_mj = self._read("energy", nvml.nvmlDeviceGetTotalEnergyConsumption)
+        return Reading(
+            clock_mhz=clock_mhz or 0,
+            limits=tuple(dict.fromkeys(name for bit, name in LIMITS.items() if reasons & bit)),
+            idle=bool(reasons & IDLE_REASON),
+            power_w=None if power_mw is None else power_mw / 1000.0,
+            counter_j=None if counter_mj is None else counter_mj / 1000.0,
+        )
+
+    def lock(self, sm_clock_mhz: int = 0, memory_clock_mhz: int = 0) -> None:
+        """Hold clocks at what is offered; 0 gives one back to the driver. Whoever locks has to unlock.
+
+        Raises:
+            ActuatorRefused: the device does not take it, the user may not, or the GPU is gone.
+        """
+        nvml = self._nvml
+        if sm_clock_mhz:
+            self._set(f"a clock of {sm_clock_mhz} MHz", nvml.nvmlDeviceSetGpuLockedClocks, sm_clock_mhz)
+        else:
+            self._set("its default clock", nvml.nvmlDeviceResetGpuLockedClocks)
+        if memory_clock_mhz:
+            what = f"a memory clock of {memory_clock_mhz} MHz"
+            self._set(what, nvml.nvmlDeviceSetMemoryLockedClocks, memory_clock_mhz)
+        elif self.memory_clocks_mhz:
+            try:
+                nvml.nvmlDeviceResetMemoryLockedClocks(self._gpu)
+            except nvml.NVMLError_NotSupported:
+                return  # one that cannot be set needs no reset
+            except nvml.NVMLError as error:
+                raise self._refused("its default memory clock", error) from None
+
+    def close(self) -> None:
+        """Let NVML go; a lock stays."""
+        self._nvml.nvmlShutdown()
+
+    def _read(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
+        """Ask NVML; None where the device does not know."""
+        try:
+            return call(self._gpu, *arguments)
+        except self._nvml.NVMLError_NotSupported:
+            return None
+        except self._nvml.NVMLError as error:
+            raise Unavailable(f"{self.name} ({self.uuid}) does not tell its {what}: {error}") from None
+
+    def _set(self, what: str, call: Callable[..., None], *clocks_mhz: int) -> None:
+        try:
+            call(self._gpu, *clocks_mhz, *clocks_mhz)  # the lowest and the highest allowed
+        except self._nvml.NVMLError as error:
+            raise self._refused(what, error) from None
+
+    def _refused(self, what: str, error: Exception) -> ActuatorRefused:
+        cure = ""
+        if isinstance(error, self._nvml.NVMLError_NoPermission):
+            cure = "; setting clocks takes root, in a container CAP_SYS_ADMIN"
+        return ActuatorRefused(f"{self.name} ({self.uuid}) does not take {what}: {error}{cure}")
+
+
+def _pynvml() -> Any:
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise ConfigError(
+            "an NVIDIA GPU is driven with the package nvidia-ml-py: pip install nvidia-ml-py"
+        ) from None
+    return pynvml

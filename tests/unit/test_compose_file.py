@@ -241,4 +241,4 @@ def test_prometheus_finds_the_services_by_the_name_they_share() -> None:
     [name] = found["names"]
     for each in SERVING:
         assert SERVICES[each]["networks"]["default"]["aliases"] == [name]
-            assert service["environment"]["FESTINA_METRICS_PORT"] == str(found["port"])
+        assert SERVICES[each]["environment"]["FESTINA_METRICS_PORT"] == str(found["port"])

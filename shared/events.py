@@ -38,13 +38,18 @@ class Inquire(Message):
 
 
 class Submit(Message):
-    """Global scheduler hands an attempt to a GPU. `dispatch_seq` grows by one per scheduler and GPU."""
+    """Global scheduler hands an attempt to a GPU. `dispatch_seq` grows by one per scheduler and GPU.
+
+    After its first token it is to go on at `decode_gpu`, on `decode_host`; empty: it stays.
+    """
 
     request: Request
     scheduler: str
     dispatch_seq: int
     predicted_output_tokens: int
     reason: str = ""
+    decode_gpu: str = ""
+    decode_host: str = ""
 
 
 class Refused(Message):
@@ -268,6 +273,20 @@ class Move(Message):
     `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out; ``**``
     the waiting ones first, and then those that run and whose move pays. `destination_host` is empty where
     both GPUs are on the migrator's own host.
+    """
+
+    move_id: str
+    request_id: str
+    model: str
+    source: str
+    destination: str
+    destination_host: str = ""
+
+
+class HandOff(Message):
+    """A GPU that has computed a prompt wants its request moved to where it is to decode.
+
+    Nobody asks again: if this is lost, or the move fails, the request goes on where it is.
     """
 
     move_id: str

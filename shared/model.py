@@ -258,11 +258,15 @@ class Instance(Struct):
 
 
 class Placement(Struct):
-    """Which models belong on which GPUs; written by the consolidator alone, versioned (3.5)."""
+    """Which models belong on which GPUs; written by the consolidator alone, versioned (3.5).
+
+    Where prefill and decode are apart, `prefill` are the GPUs that compute prompts, and all others decode.
+    """
 
     version: int
     instances: tuple[Instance, ...] = ()
     drained: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
 
 
 class Plan(Struct):

@@ -83,6 +83,7 @@ ROUTES: dict[type[ev.Message], Route] = {
     ),
     # moves; {id} is the reader's own id: a host for a migrator, a GPU for a local scheduler
     ev.Move: Route("festina.v1.cmd.migrator.{id}.move", CONSOLIDATOR, {MIGRATOR: OWN}),
+    ev.HandOff: Route("festina.v1.cmd.migrator.{id}.hand_off", LOCAL, {MIGRATOR: OWN}),
     ev.Prepare: Route("festina.v1.cmd.gpu.{id}.prepare", MIGRATOR, {LOCAL: OWN}),
     ev.Prepared: Route("festina.v1.evt.migrator.{id}.prepared", LOCAL, {MIGRATOR: OWN}),
     ev.StageKv: Route("festina.v1.cmd.gpu.{id}.stage_kv", MIGRATOR, {LOCAL: OWN}),

@@ -72,6 +72,12 @@ SYSTEMS: dict[str, System] = {
     "festina-stage-6": replace(
         _stage(6, "and empty GPUs off (Festina+)", *_LITERAL, "ewr-literal"), idle="off"
     ),
+    "festina-pdd": System(
+        "Festina with prefill and decode on different GPUs",
+        *_LITERAL,
+        "apart",
+        *("yes", "yes", "yes", "yes"),
+    ),
     "muxserve": System(
         "MuxServe: SM shares and placement made offline",
         *("static", "static-shares", "none"),

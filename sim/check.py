@@ -95,7 +95,8 @@ class Checks:
         running = [engine for engine in state.engines.values() if engine.running]
         sizes = state.device.sm_sizes_pct
         given = [engine.plan.sm_share_pct for engine in running if engine.plan]
-        if sum(given) > 100 and len(sizes) > 1 and len(running) * sizes[0] <= 100:
+        partitioned = len(sizes) > 1 and state.settings.shares != "all"
+        if sum(given) > 100 and partitioned and len(running) * sizes[0] <= 100:
             self._world.complain(f"{node.ident} gives SM shares of {given} percent", node.ident)
 
     def look(self, node: GpuNode) -> None:

@@ -13,7 +13,7 @@ class Cluster:
     """Desired and actual state, and the questions that planning and ordering ask of both.
 
     `models` are registered; `removed` are not any more, but still loaded somewhere. `resting` are GPUs that
-    consolidation has emptied.
+    consolidation has emptied. `prefill` are those that compute prompts, where decodes are apart.
     """
 
     def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
@@ -23,6 +23,7 @@ class Cluster:
         self.summaries: dict[str, GpuSummary] = {}
         self.drained: set[str] = set()
         self.resting: set[str] = set()
+        self.prefill: set[str] = set()
         self._by_model: dict[str, list[Instance]] = {}
         self._by_gpu: dict[str, list[Instance]] = {}
 

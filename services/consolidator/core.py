@@ -44,6 +44,7 @@ class ConsolidatorCore:
         self._placement = placement or Placement(version=0)
         self._cluster.replace(self._placement.instances)
         self._cluster.drained = set(self._placement.drained)
+        self._cluster.prefill = set(self._placement.prefill)
         self._seen_ms: dict[str, float] = {}
         self._consolidation = Consolidation(settings, self._cluster, luts)
         self._upkeep = Upkeep(settings, self._cluster, self._consolidation)
@@ -224,6 +225,7 @@ class ConsolidatorCore:
         self._placement = placement
         self._cluster.replace(placement.instances)
         self._cluster.drained = set(placement.drained)
+        self._cluster.prefill = set(placement.prefill)
         self._upkeep.followed(before, after)
         self._announce = True  # if it leads, the store must have it too: the peer's word may not get there
 
@@ -243,11 +245,12 @@ class ConsolidatorCore:
 
     def _publish(self) -> list[ev.Action]:
         """Store and announce the placement if it has changed; announce it as well when it may be unheard."""
-        instances, drained = self._cluster.instances(), tuple(sorted(self._cluster.drained))
+        cluster, now = self._cluster, self._placement
+        drained, prefill = tuple(sorted(cluster.drained)), tuple(sorted(cluster.prefill))
+        wanted = Placement(now.version, cluster.instances(), drained, prefill)
         actions: list[ev.Action] = []
-        if (instances, drained) != (self._placement.instances, self._placement.drained):
-            version = self._placement.version + 1
-            self._placement = Placement(version=version, instances=instances, drained=drained)
+        if wanted != now:
+            self._placement = replace(wanted, version=now.version + 1)
             actions.append(ev.Count(name="placements"))
         if actions or self._announce:
             self._announce = False

@@ -12,6 +12,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ewr-literal": _LITERAL,
     # the same without clocks (4.3, stage 4)
     "demand-literal": {**_LITERAL, "consolidation": "demand"},
+    "apart": {"consolidation": "none", "prefill_part": 0.5},
     "none": {"consolidation": "none"},
 }
 

@@ -29,6 +29,7 @@ class ConsolidatorSettings(Struct):
         unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
         consolidation: ``ewr`` as in 3.5; ``demand``: by SMs and memory, whatever clock models prefer; or
             ``none``: models stay where they were first placed.
+        prefill_part: part of the GPUs that only compute prompts, where decodes are apart; 0: nothing is.
         window_ms: window over which each model's load is known (3.5.2: 5 minutes).
         observe_ms: least time of hearing before anything is concluded from that.
         consolidate_ms: slow period of looking, beside the ends of keep-alives.
@@ -64,6 +65,7 @@ class ConsolidatorSettings(Struct):
     replica_keep_alive_ms: float = 60_000.0
     unknown_idle_ms: float = 60_000.0
     consolidation: str = "ewr"
+    prefill_part: float = 0.0
     window_ms: float = 300_000.0
     observe_ms: float = 120_000.0
     consolidate_ms: float = 60_000.0
@@ -88,7 +90,7 @@ class ConsolidatorSettings(Struct):
             raise ConfigError(f"consolidation is ewr, demand or none, not {self.consolidation!r}")
         if self.empty_state not in ("warm", "cold", "off"):
             raise ConfigError(f"empty_state is warm, cold or off, not {self.empty_state!r}")
-        for name in ("least_served", "caution"):
+        for name in ("least_served", "caution", "prefill_part"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is a fraction, not {getattr(self, name)}")
         for name in ("least_saving", "burst_sigmas"):

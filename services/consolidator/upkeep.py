@@ -5,6 +5,7 @@ It changes as little as each event takes, by memory alone; `consolidate.py` look
 
 from collections.abc import Collection, Iterable, Iterator
 
+from services.consolidator import apart
 from services.consolidator.cluster import Cluster
 from services.consolidator.consolidate import Consolidation
 from services.consolidator.orders import is_busy
@@ -69,6 +70,10 @@ class Upkeep:
         """Bring the placement in step; `gone` are GPUs that are there no more."""
         self._forget_removed()
         self._clear_gpus(now_ms, gone)
+        if self._set.prefill_part:
+            self._cluster.prefill = apart.prefill_gpus(
+                self._cluster.prefill, self._cluster.working_gpus(), self._set.prefill_part
+            )
         self._expire_idle(now_ms)
         self._keep_used(now_ms)
         self._place_wanted(now_ms)
@@ -79,6 +84,9 @@ class Upkeep:
         for name, gpu in self._place(absent, self._cluster.rooms()).items():
             self._add(name, gpu)
         self._to_place.clear()
+        if self._set.prefill_part:
+            for name, gpu in apart.partners(self._cluster).items():
+                self._add(name, gpu)
 
     def scale_out(self, now_ms: float, event: ev.ScaleOut) -> list[ev.Action]:
         """Help a model whose instances are all ready and too slow (reason: a ``deficit``).

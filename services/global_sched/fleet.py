@@ -168,8 +168,25 @@ class Fleet:
     def serving(self, now_ms: float, spec: ModelSpec) -> list[GpuView]:
         """Return the GPUs that have the model ready and take new work, by looking at each.
 
-        One that is to give it up is used only until another that is to have it is ready.
+        One that is to give it up is used only until another that is to have it is ready. Where prefill and
+        decode are apart, those for prompts.
         """
+        views = self._ready(now_ms, spec)
+        prefill = self._placement.prefill
+        return [view for view in views if view.gpu in prefill] or views if prefill else views
+
+    def decoder(self, now_ms: float, spec: ModelSpec, view: GpuView) -> GpuView | None:
+        """Return where a request is to decode whose prompt a GPU computes: of those for it, the roomiest.
+
+        None: it decodes there as well, because nothing is apart, or no other GPU has its model.
+        """
+        prefill = self._placement.prefill
+        if view.gpu not in prefill:
+            return None
+        others = [other for other in self._ready(now_ms, spec) if other.gpu not in prefill]
+        return min(others, key=lambda other: (-other.free_bytes, other.gpu), default=None)
+
+    def _ready(self, now_ms: float, spec: ModelSpec) -> list[GpuView]:
         views = [view for view in self.view.with_model(spec.name, now_ms) if self._serves(view, spec)]
         placed = self._placed.get(spec.name, ())
         return [view for view in views if view.gpu in placed] or views
@@ -177,7 +194,7 @@ class Fleet:
     def pool(self, now_ms: float, spec: ModelSpec) -> Pool | None:
         """Return the pool of those GPUs; None if they are few, or looked at in another way than by energy."""
         name = spec.name
-        if not self._pooled or self.view.count(name) <= FEW:
+        if not self._pooled or self._placement.prefill or self.view.count(name) <= FEW:
             self._pools.pop(name, None)
             return None
         serving = self._pools.get(name)

@@ -119,6 +119,7 @@ class Placing:
         lut = self._fleet.lut(view.summary.gpu_type, request.model)
         assert lut is not None
         kv_bytes = lut.request_bytes(work.input_tokens + work.output_tokens)
+        decoder = self._fleet.decoder(now_ms, self._fleet.models[request.model], view)
         reservation = Reservation(request.model, kv_bytes, work.input_tokens, now_ms + work.left_ms, now_ms)
         submit = ev.Submit(
             request=ask.request_as_of(now_ms),
@@ -126,6 +127,8 @@ class Placing:
             dispatch_seq=self._fleet.reserve(view, reservation),
             predicted_output_tokens=len(request.output_tokens) + work.output_tokens,
             reason=decision.reason,
+            decode_gpu=decoder.gpu if decoder else "",
+            decode_host=decoder.summary.host if decoder else "",
         )
         self.waiting.leave(ask)
         self.sent.put(Sent(ask, view.gpu, submit, now_ms))

@@ -51,6 +51,8 @@ def submit(state: State, now_ms: float, event: Submit) -> list[Action]:
     state.gateways.setdefault(request.gateway, now_ms)
     work = new_work(state, now_ms, request, event.predicted_output_tokens)
     work.dispatch = event.reason
+    if event.decode_gpu:
+        work.hand_to = event.decode_gpu, event.decode_host
     enqueue(state, work)
     return [*actions, Send(to=request.gateway, message=admitted)]
 

@@ -6,7 +6,7 @@ from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Stage, Work
 from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
-from shared.events import Action, Count, TokenDelta
+from shared.events import Action, Count, HandOff, Send, TokenDelta
 
 STARVED_STEPS = 10
 """A request that room was made for runs within so many steps, or so many times `oom_grace_ms`."""
@@ -91,11 +91,27 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
         return []
     work.run_first_ms = now_ms
     state.work_changed = state.summary_due = True
+    actions = _hand_off(state, work) if work.hand_to and not output.finish_reason else []
     if work.first_ms is not None:
-        return []
-    actions = span(state, now_ms, work, "local.prefill", work.given_ms)
+        return actions
+    actions += span(state, now_ms, work, "local.prefill", work.given_ms)
     work.first_ms = now_ms
     return actions
+
+
+def _hand_off(state: State, work: Work) -> list[Action]:
+    """Have a request moved, now that its prompt is computed, to where it is to decode."""
+    assert work.hand_to is not None
+    (gpu, host), request = work.hand_to, work.request
+    message = HandOff(
+        move_id=f"{state.gpu}.{int(state.started_ms)}.{work.run_id}",
+        request_id=request.request_id,
+        model=request.model,
+        source=state.gpu,
+        destination=gpu,
+        destination_host="" if host == state.host else host,
+    )
+    return [Send(to=state.host, message=message), Count(name="hand_offs", labels={"model": request.model})]
 
 
 def _grow(state: State, now_ms: float, work: Work) -> list[Action]:

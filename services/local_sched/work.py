@@ -45,6 +45,7 @@ class Work:
         passed_over_ms: since when it is passed over for want of memory.
         urgent: it outgrew its reservation and goes first (3.4, mispredictions).
         dispatch: the rule by which the global scheduler chose this GPU; empty after a move.
+        hand_to: (GPU, host) where it is to go on after its first token; None: here.
         arrival: what it has brought along and its engine has not said to have yet.
     """
 
@@ -67,6 +68,7 @@ class Work:
     passed_over_ms: float | None = None
     urgent: bool = False
     dispatch: str = ""
+    hand_to: tuple[str, str] | None = None
     arrival: Arrival | None = None
 
     @property

@@ -87,6 +87,8 @@ class MigratorCore:
         match event:
             case ev.Move():
                 actions = self._take(event)
+            case ev.HandOff(move_id, request_id, model, source, destination, host):
+                actions = self._take(ev.Move(move_id, request_id, model, source, destination, host))
             case ev.Released(move_id=step_id):
                 if run := self._runs.get(step_id):
                     actions = self._answered_release(now_ms, run, event)

@@ -8,7 +8,10 @@ from sim.soak import play
 
 SEEDS = 200
 PER_TEST = 10
-OTHERS = {"festina-paper": 20}  # how many seeds of each; `make sim-soak SYSTEM=...` plays more
+OTHERS = {
+    "festina-paper": 20,
+    "festina-pdd": 12,
+}  # how many seeds of each; `make sim-soak SYSTEM=...` plays more
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))

@@ -21,9 +21,13 @@ class LoadEngine(Order):
 
 
 class UnloadEngine(Order):
-    """Unload a model; whatever still runs in it is dropped without a report."""
+    """Unload a model; whatever still runs in it is dropped without a report.
+
+    `at_once`: it does not answer any more, and is not given time to end by itself.
+    """
 
     model: str
+    at_once: bool = False
 
 
 class RunRequest(Order):
@@ -138,6 +142,8 @@ class DeviceSampled(Event):
 
     `energy_source` says where the joules come from: ``counter``, ``integrated`` power, ``modelled``, or
     ``unknown``. `meter_faults` counts what was wrong with the meter so far, by kind.
+
+    `unheard_ms` is for how long nothing was heard of the process of an engine that is loaded, by model.
     """
 
     state: str
@@ -146,6 +152,7 @@ class DeviceSampled(Event):
     energy_j: float | None
     energy_source: str = "unknown"
     meter_faults: dict[str, int] = {}
+    unheard_ms: dict[str, float] = {}
 
 
 class ExportKv(Order):

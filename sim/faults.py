@@ -9,6 +9,7 @@
 `memory`         GPU `target` has `value` bytes less than its scheduler believes, for `for_ms`
 `device_lost`    all engines of GPU `target` die
 `engine_lost`    the engine of model `other` on GPU `target` dies
+`stall`          the engine of model `other` on GPU `target` stands still; heard of if `value` > 0
 `clock_step`     the wall clock of `target` is set by `value` ms
 `leave`          GPU `target` is told to stop: it drains for `for_ms`, and starts again
 `drain`          an administrator drains GPU `target` for `for_ms`
@@ -126,6 +127,15 @@ def _engine_lost(world: "World", fault: Fault) -> None:
     node.gpu.kill(node.clock_ms(world.now_ms), fault.other)
     world.hardware.arm(node)
     world.feed(node, EngineEnded(model=fault.other, reason="killed"))
+
+
+def _stall(world: "World", fault: Fault) -> None:
+    node = _gpu(world, fault.target)
+    if node.gpu is None or fault.other not in node.gpu.engines:
+        return
+    world.hardware.advance(node)
+    node.gpu.hang(node.clock_ms(world.now_ms), fault.other, heard=fault.value > 0)
+    world.hardware.arm(node)
 
 
 def _clock_step(world: "World", fault: Fault) -> None:
@@ -269,6 +279,7 @@ KINDS: dict[str, Callable[["World", Fault], None]] = {
     "memory": _memory,
     "device_lost": _device_lost,
     "engine_lost": _engine_lost,
+    "stall": _stall,
     "clock_step": _clock_step,
     "leave": _leave,
     "drain": _drain,

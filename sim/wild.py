@@ -153,8 +153,8 @@ def _fault(chance: Chance, base: Scenario) -> Fault:
         return Fault(
             at_ms, kind, gpu, for_ms, other=chance.pick((f"gateway-{chance.below(base.gateways)}", "host-0"))
         )
-    if kind == "engine_lost":
-        return Fault(at_ms, kind, gpu, other=chance.pick(base.models).name)
+    if kind in ("engine_lost", "stall"):
+        return Fault(at_ms, kind, gpu, value=chance.pick((0.0, 1.0)), other=chance.pick(base.models).name)
     if kind == "lut":
         return Fault(at_ms, kind, chance.pick(base.models).name, value=chance.between(0.6, 1.6))
     if kind == "remove":
@@ -173,5 +173,5 @@ def _fault(chance: Chance, base: Scenario) -> Fault:
 _KINDS = (
     *("crash", "crash", "pause", "bus_lost", "cut", "stale", "clock_refused", "memory", "device_lost"),
     *("engine_lost", "clock_step", "leave", "drain", "drain", "flush", "cancel", "cancel", "stop", "stop"),
-    *("move", "move", "move", "move", "lut", "lut", "remove"),
+    *("move", "move", "move", "move", "lut", "lut", "remove", "stall"),
 )

@@ -14,10 +14,10 @@ from shared.model import EngineSummary, GpuSummary
 
 @dataclass(slots=True)
 class _Sent:
-    """A load under way: when it was ordered last, and how often since the model was last ready there."""
+    """A load: when it was ordered last, and how often again because what was loaded had failed."""
 
     sent_ms: float
-    times: int
+    failed: int
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Orders:
         for model in self._cluster.placed_on(summary.gpu):
             engine = engines.get(model)
             if engine and engine.state == "ready":
-                self._loads.pop((summary.gpu, model), None)
+                self._has_lasted(now_ms, summary.gpu, model)
             if engine is None or engine.state == "failed":
                 missing.append(model)
         if not missing:
@@ -96,7 +96,11 @@ class Orders:
             free_bytes -= need_bytes
             sent = self._loads.get(key)
             if sent is None or now_ms - sent.sent_ms >= self._load_wait_ms(sent, engine is not None):
-                self._loads[key] = _Sent(now_ms, sent.times + 1 if sent else 1)
+                failed = sent.failed if sent else 0
+                if engine is not None:
+                    failed += 1
+                    actions.append(ev.Count(name="engine_restarts", labels={"model": model}))
+                self._loads[key] = _Sent(now_ms, failed)
                 order = ev.Load(model=self._cluster.models[model], placement_version=version)
                 actions += [ev.Send(to=summary.gpu, message=order), ev.Count(name="loads")]
         return actions
@@ -105,8 +109,13 @@ class Orders:
         """Time until a load is ordered again: soon if it may be lost, ever later if it fails."""
         if not failed:
             return self._set.order_retry_ms
-        doublings = min(sent.times - 1, 30)
-        return min(self._set.load_backoff_ms * 2.0**doublings, self._set.load_backoff_max_ms)
+        return min(self._set.load_backoff_ms * 2.0 ** min(sent.failed, 30), self._set.load_backoff_max_ms)
+
+    def _has_lasted(self, now_ms: float, gpu: str, model: str) -> None:
+        """Forget how often an engine has failed once it has lasted for as long as the longest back-off."""
+        sent = self._loads.get((gpu, model))
+        if sent is not None and now_ms - sent.sent_ms >= self._set.load_backoff_max_ms:
+            del self._loads[gpu, model]
 
     def _clear(
         self, now_ms: float, summary: GpuSummary, engine: EngineSummary, version: int

@@ -18,7 +18,8 @@ class ConsolidatorSettings(Struct):
         min_kv_bytes: KV memory that each placed model must at least find.
         gpu_gone_ms: a GPU without a summary for this long is gone (three heartbeats).
         order_retry_ms: an order without visible effect is repeated after this long.
-        load_backoff_ms: wait before the second load after a failed one; doubles with each failure.
+        load_backoff_ms: wait from a load that failed, or whose engine died, to the next; doubles with each
+            failure, until an engine has lasted for the longest wait.
         load_backoff_max_ms: longest such wait.
         evict_idle_ms: a model must have been idle this long to make room for another. It protects one just
             loaded until the requests that wait for it arrive.

@@ -220,7 +220,7 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
     state.runs += 1
     work.run_id = f"{request.request_id}~{state.runs}"
     if not engine.running:
-        engine.stepped_ms = now_ms
+        engine.stepped_ms = engine.progress_ms = now_ms
     engine.running[work.run_id] = work
     engine.tally = None
     work.stage, work.passed_over_ms = Stage.RUNNING, None

@@ -9,7 +9,18 @@ policies they use.
 from collections.abc import Callable
 from typing import Any
 
-from services.local_sched import admission, ends, engines, grants, live, plans, running, summary, transfer
+from services.local_sched import (
+    admission,
+    ends,
+    engines,
+    grants,
+    live,
+    plans,
+    running,
+    summary,
+    transfer,
+    watch,
+)
 from services.local_sched.energy import EnergyBook
 from services.local_sched.ledger import Ledger
 from services.local_sched.outbox import Outbox
@@ -121,6 +132,8 @@ class LocalSchedCore:
             actions += running.relieve(state, now_ms)
         if state.moves.transfers or state.moves.notices:
             actions += transfer.expire(state, now_ms)
+        if now_ms >= state.looked_ms + settings.look_ms:
+            actions += watch.look(state, now_ms)
         heartbeat = now_ms >= state.heartbeat_ms + settings.heartbeat_ms
         if heartbeat:
             actions += _beat(state, now_ms)
@@ -146,7 +159,7 @@ def _beat(state: State, now_ms: float) -> list[ev.Action]:
     for scheduler, heard_ms in list(state.schedulers.items()):
         if now_ms - heard_ms >= state.settings.scheduler_lease_ms:
             del state.schedulers[scheduler], state.admitted_through[scheduler]
-    actions = engines.give_up_loading(state, now_ms)
+    actions = watch.give_up_loading(state, now_ms)
     if state.bus_lost:
         return actions  # nobody else's silence means anything now
     actions += state.outbox.resend(now_ms, state.settings.resend_ms)
@@ -232,4 +245,5 @@ def _device_sampled(state: State, now_ms: float, event: en.DeviceSampled) -> lis
     state.device_state, state.power_w, state.energy_j = event.state, event.power_w, event.energy_j
     under_way_ms = [now_ms - engine.stepped_ms for engine in state.engines.values() if engine.running]
     unexplained_j = state.energy.read(now_ms, event.energy_j, max(under_way_ms, default=0.0))
-    return [ev.Count(name="unexplained_energy_j", value=abs(unexplained_j))] if unexplained_j else []
+    counted = ev.Count(name="unexplained_energy_j", value=abs(unexplained_j))
+    return [*([counted] if unexplained_j else []), *watch.listen(state, now_ms, event.unheard_ms)]

@@ -14,6 +14,7 @@ half by bytes moved; no device measures its engines one by one.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.local_sched.clocks import snapped
@@ -79,6 +80,7 @@ class EmulatedGpu:
         self._engines: dict[str, Engine] = {}
         self._orders: deque[tuple[float, Order]] = deque()
         self._clock_mhz = device.default_clock_mhz
+        self._hung_ms: dict[str, float] = {}  # since when nothing was heard of them
         self._now_ms: float | None = None
         self._wake_ms: float | None = None
         self._conditions: tuple[Any, ...] = ()  # that time and power were last worked out for
@@ -91,6 +93,16 @@ class EmulatedGpu:
         self._pass(now_ms)
         self._sum_energy(now_ms)
         self._obey(now_ms, UnloadEngine(model=model), [])
+        self._set_conditions(now_ms)
+
+    def hang(self, now_ms: float, model: str, *, heard: bool = False) -> None:
+        """Let a model's engine stand still: it takes no order but to end; its process may still be heard."""
+        self._pass(now_ms)
+        self._sum_energy(now_ms)
+        engine = self._engines[model]
+        self._meter.write_off(engine.unreported_j)
+        self._engines[model] = replace(engine, ready_ms=None, sequences={}, step=None)
+        self._hung_ms[model] = math.inf if heard else now_ms
         self._set_conditions(now_ms)
 
     def report_each_step(self, now_ms: float) -> None:
@@ -142,6 +154,9 @@ class EmulatedGpu:
             power_w=self.power_w if metered else None,
             energy_j=self.energy_j if metered else None,
             energy_source=MODELLED if metered else UNKNOWN,
+            unheard_ms={
+                model: now_ms - since_ms for model, since_ms in self._hung_ms.items() if since_ms < now_ms
+            },
         )
 
     @property
@@ -299,10 +314,11 @@ class EmulatedGpu:
             )
         elif isinstance(order, UnloadEngine):
             engine = self._engines.pop(order.model, None)
+            self._hung_ms.pop(order.model, None)
             if engine is not None:
                 self._meter.write_off(engine.unreported_j)
                 events.append(EngineEnded(model=order.model))
-        elif isinstance(order, RunRequest | StopRequest | SetPlan) and order.model in self._engines:
+        elif isinstance(order, RunRequest | StopRequest | SetPlan) and self._obeys(order.model):
             engine = self._engines[order.model]
             if isinstance(order, RunRequest):
                 self._run(engine, order)
@@ -312,10 +328,12 @@ class EmulatedGpu:
                 engine.plan = order.plan
             if engine.step is not None:
                 engine.step.cut(now_ms)
-
-        elif isinstance(order, ExportKv) and order.model in self._engines:
+        elif isinstance(order, ExportKv) and self._obeys(order.model):
             engine = self._engines[order.model]
             engine.copies.export(order, engine.sequences.get(order.request_id))
+
+    def _obeys(self, model: str) -> bool:
+        return model in self._engines and model not in self._hung_ms
 
     def _run(self, engine: Engine, order: RunRequest) -> None:
         """Take a request in, with its KV if it brings any."""

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, EngineReport, decode_report, frame
+from services.local_sched.vllm_ext.wire import HEADER, Alive, EngineOrder, EngineReport, decode_report, frame
 from shared.engine import (
     ClockApplied,
     DeviceSampled,
     EngineEnded,
+    EngineReady,
     ExportKv,
     LoadEngine,
     Order,
@@ -48,7 +49,8 @@ EXIT_S = 5.0
 class _Engine:
     """One child: the orders on their way to it, the requests it has, and why it ended, once that is known.
 
-    `leave` is set when it is to end; `unloading` says that this was ordered.
+    `leave` is set when it is to end; `unloading` says that this was ordered, and `at_once` that it gets no
+    time for it. `heard_s` is when it was last heard, by the loop's clock; None before it has loaded.
     """
 
     model: str
@@ -58,6 +60,8 @@ class _Engine:
     process: Process | None = None
     reason: str = ""
     unloading: bool = False
+    at_once: bool = False
+    heard_s: float | None = None
 
 
 class VllmEngines:
@@ -95,8 +99,8 @@ class VllmEngines:
         match order:
             case LoadEngine():
                 self._load(order)
-            case UnloadEngine(model=name):
-                self._unload(name)
+            case UnloadEngine(model=name, at_once=at_once):
+                self._unload(name, at_once)
             case (
                 RunRequest(model=name) | StopRequest(model=name) | SetPlan(model=name) | ExportKv(model=name)
             ):
@@ -119,12 +123,18 @@ class VllmEngines:
     def sample(self) -> DeviceSampled:
         """Return the bytes that the engines occupy; no meter tells one process's energy from another's."""
         engines = self._engines.values()
+        now_s = asyncio.get_running_loop().time()
         busy = any(engine.requests for engine in engines)
         return DeviceSampled(
             state="active" if busy else "warm" if engines else "cold",
             used_bytes=sum(_resident_bytes(engine.process.pid) for engine in engines if engine.process),
             power_w=None,
             energy_j=None,
+            unheard_ms={
+                engine.model: 1000 * (now_s - engine.heard_s)
+                for engine in engines
+                if engine.heard_s is not None
+            },
         )
 
     def requests(self) -> dict[str, int]:
@@ -139,9 +149,9 @@ class VllmEngines:
         engine.orders.put_nowait(order)
         self._lives[engine] = asyncio.get_running_loop().create_task(self._live(engine), name=f"vllm {name}")
 
-    def _unload(self, name: str) -> None:
+    def _unload(self, name: str, at_once: bool = False) -> None:
         if engine := self._engines.pop(name, None):
-            engine.unloading = True
+            engine.unloading, engine.at_once = True, at_once
             engine.leave.set()
 
     def _pass_on(self, engine: _Engine, order: EngineOrder) -> None:
@@ -168,7 +178,7 @@ class VllmEngines:
                     await self._run(engine, log_path, child_environment(os.environ, temp_dir))
                 finally:
                     self._forget(engine)  # it may take seconds to end, and takes no orders any more
-                    await _ended(engine.process)
+                    await _ended(engine.process, 0.0 if engine.at_once else EXIT_S)
         except (OSError, msgspec.DecodeError) as error:
             engine.reason = f"{self._python} could not be started or understood: {error}"
         finally:
@@ -226,7 +236,11 @@ class VllmEngines:
             writer.transport.abort()
 
     def _hear(self, engine: _Engine, report: EngineReport) -> None:
+        if engine.heard_s is not None or isinstance(report, EngineReady):
+            engine.heard_s = asyncio.get_running_loop().time()
         match report:
+            case Alive():
+                return
             case EngineEnded(reason=reason):
                 engine.reason = reason  # its last words; reported when the process is gone
                 return
@@ -268,12 +282,12 @@ async def _send(orders: "asyncio.Queue[EngineOrder]", writer: asyncio.StreamWrit
             await writer.drain()
 
 
-async def _ended(process: Process | None) -> None:
+async def _ended(process: Process | None, within_s: float) -> None:
     """Return once a child has ended; kill it if it does not end by itself."""
     if process is None:
         return
     try:
-        await asyncio.wait_for(process.wait(), EXIT_S)
+        await asyncio.wait_for(process.wait(), within_s)
     except TimeoutError:
         process.kill()
         await process.wait()

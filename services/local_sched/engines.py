@@ -1,7 +1,8 @@
 """Engines of this GPU: loaded and unloaded by order of the consolidator, and what becomes of a dead one.
 
 Load orders are fenced by the placement version they were given under. A dead engine stays in the summary as
-failed; the consolidator, which places models, orders it loaded again, with a back-off, or elsewhere.
+failed; the consolidator, which places models, orders it loaded again, with a back-off, or elsewhere. Where
+engines share their fate, the others are ended with it, and loaded again once all are gone.
 """
 
 from services.local_sched.ends import drop_move, fail
@@ -21,6 +22,9 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
         return []
     state.order_version = event.placement_version
     state.summary_due = True
+    if state.clearing:
+        state.to_load[event.model.name] = event.model
+        return []
     engine = state.engines.get(event.model.name)
     if engine is not None and engine.state in ("loading", "ready"):
         return []
@@ -67,20 +71,6 @@ def unload(state: State, now_ms: float, event: Unload) -> list[Action]:
     return [UnloadEngine(model=event.model)]
 
 
-def give_up_loading(state: State, now_ms: float) -> list[Action]:
-    """End engines that hang while they load, and what waits for them; they have failed once they are gone."""
-    actions: list[Action] = []
-    for model, engine in state.engines.items():
-        if engine.state != "loading" or now_ms < engine.load_due_ms:
-            continue
-        loading_s = (now_ms - engine.used_ms) / 1000.0
-        engine.state, engine.reason = "unloading", f"{model} was still not loaded after {loading_s:.0f} s"
-        works = [work for work in state.works.values() if work.request.model == model]
-        actions += [*fail(state, now_ms, works, engine.reason), UnloadEngine(model=model)]
-        state.changed()
-    return actions
-
-
 def busy(state: State, model: str) -> bool:
     """Say whether a request of a model runs, waits, or may arrive here by a move."""
     here = any(work.request.model == model for work in state.works.values())
@@ -94,7 +84,7 @@ def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
         return []  # an order to unload it is on its way
     elastic = state.elastic_kv and not state.settings.kv_pool_bytes
     state.ledger.resize(event.model, 0 if elastic else event.kv_pool_bytes, event.block_tokens)
-    engine.state, engine.used_ms = "ready", now_ms
+    engine.state, engine.used_ms, engine.progress_ms = "ready", now_ms, now_ms
     _note_rest(state, now_ms)
     state.changed()
     return [Count(name="loads", labels={"model": event.model})]
@@ -116,13 +106,38 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
             drop_move(state, move_id)
     state.ledger.close(event.model)
     state.changed()
-    if not asked:
+    if asked:
+        del state.engines[event.model]
+        if engine.load_again:
+            state.to_load[event.model] = engine.spec
+    else:
         engine.state, engine.reason, engine.plan = "failed", reason, None
-        _note_rest(state, now_ms)
-        return [*actions, Count(name="engines_lost", labels={"model": event.model})]
-    del state.engines[event.model]
+        actions.append(Count(name="engines_lost", labels={"model": event.model}))
+        if state.settings.shared_fate and not state.clearing:
+            actions += _end_others(state, now_ms, event.model)
     _note_rest(state, now_ms)
-    return [*actions, *(_load(state, now_ms, engine.spec) if engine.load_again else [])]
+    return [*actions, *_load_again(state, now_ms)]
+
+
+def _end_others(state: State, now_ms: float, dead: str) -> list[Action]:
+    """End all engines that a dead one takes with it: MPS takes no new client before all old ones are gone."""
+    state.clearing = True
+    reason = f"the engine of {dead} died, and takes all others of {state.gpu} with it"
+    actions: list[Action] = []
+    for model, engine in state.engines.items():
+        if engine.state in ("loading", "ready"):
+            engine.state, engine.load_again = "unloading", True
+            works = [work for work in state.works.values() if work.request.model == model]
+            actions += [*fail(state, now_ms, works, reason), UnloadEngine(model=model, at_once=True)]
+    return actions
+
+
+def _load_again(state: State, now_ms: float) -> list[Action]:
+    """Load what waited for engines to be gone; while a GPU is being cleared, for all of them."""
+    if state.clearing and any(engine.state == "unloading" for engine in state.engines.values()):
+        return []
+    specs, state.to_load, state.clearing = list(state.to_load.values()), {}, False
+    return [order for spec in specs for order in _load(state, now_ms, spec)]
 
 
 def _note_rest(state: State, now_ms: float) -> None:

@@ -136,6 +136,8 @@ def freeze(state: State, now_ms: float, event: Release) -> list[Action]:
 def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
     """Tell the migrator what was copied; after the last copy of a frozen request, all of its state."""
     counted = _copied(state, SOURCE, event.energy_j)
+    if event.model in state.engines:
+        state.engines[event.model].progress_ms = now_ms
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None or not transfer.exports:
         return counted
@@ -192,8 +194,11 @@ def imported(state: State, now_ms: float, event: KvImported) -> list[Action]:
     """A request that came by a move has its KV, or has to compute it after all."""
     counted = _copied(state, DESTINATION, event.energy_j)
     engine = state.engines.get(event.model)
-    work = engine.running.get(event.request_id) if engine else None
-    if engine is None or work is None or work.arrival is None:
+    if engine is None:
+        return counted
+    engine.progress_ms = now_ms
+    work = engine.running.get(event.request_id)
+    if work is None or work.arrival is None:
         return counted
     if event.tokens < work.prefilled_tokens:
         work.prefilled_tokens = event.tokens

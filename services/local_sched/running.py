@@ -17,6 +17,7 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
     engine = state.engines.get(event.model)
     if engine is None:
         return []
+    engine.progress_ms = now_ms
     tally, engine.tally = engine.tally, None
     actions: list[Action] = []
     deltas: list[tuple[str, TokenDelta]] = []

@@ -34,6 +34,12 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             `kv_pool_bytes` is 0.
         load_timeout_ms, load_timeout_factor: an engine that is still loading after this long, and after so
             many times what its look-up table says, hangs; it is ended, and has failed.
+        stall_ms, stall_factor: an engine that has work and makes no step for this long, and for so many times
+            what its look-up table says of one, hangs; it is ended, and has failed.
+        silence_ms: so is one of whose process nothing was heard for this long.
+        shared_fate: engines are clients of one MPS server: a fatal fault of one takes all down, and none can
+            start before all are gone. The one that died is left to the consolidator and its back-off.
+        look_ms: engines with work are looked at this often.
         slack_headroom: share of each slack kept back for what the look-up table does not know.
         decision_interval_ms: least time between two decisions on clock, shares and plans.
         replan_ms: while work runs, a plan is looked at again after this long even if nothing changed.
@@ -85,6 +91,11 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fixed_pool_share: float = 0.25
     load_timeout_ms: float = 180_000.0
     load_timeout_factor: float = 10.0
+    stall_ms: float = 1_000.0
+    stall_factor: float = 5.0
+    silence_ms: float = 500.0
+    shared_fate: bool = False
+    look_ms: float = 100.0
     slack_headroom: float = 0.15
     decision_interval_ms: float = 5.0
     replan_ms: float = 100.0

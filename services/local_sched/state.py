@@ -34,6 +34,8 @@ class Engine:
         step_ms: smoothed time of its decode steps; 0 before the first.
         load_again: it is to be loaded again as soon as it is unloaded.
         load_due_ms: when it counts as hung if it is still loading.
+        progress_ms: when it last got on, or had nothing to get on with.
+        looks_stuck, seems_silent: it did at the last look, and by the last reading (`watch.py`).
     """
 
     spec: ModelSpec
@@ -51,6 +53,9 @@ class Engine:
     step_ms: float = 0.0
     load_again: bool = False
     load_due_ms: float = math.inf
+    progress_ms: float = -math.inf
+    looks_stuck: bool = False
+    seems_silent: bool = False
 
     @property
     def pace_ms(self) -> float:
@@ -102,12 +107,15 @@ class State:
         schedulers: when each scheduler was last heard.
         starved: by run that its engine has no memory for, when to look at that again.
         served: by tenant, tokens of the work started for it, by its weight; see `batch.fair_order`.
+        looked_ms: when it was last looked at whether engines get on.
         decision: the one in force; None before the first.
         asked_mhz, clock_mhz: the clock last asked for, and the one the device runs at.
         clock_refused: the device keeps its own clock, whatever is asked.
         limit_mhz, limited_ms: the highest clock that power and heat have allowed, and when; None: any.
         work_changed: the set of running work changed since the last decision.
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
+        to_load: models to be loaded once engines are gone, in that order.
+        clearing: one has died that takes all others with it, and they are not all gone yet.
         drained, leaving: the placement in force says so; this process has been told to stop.
         admit_due: something changed that may let a waiting request start.
         summary_due: something changed that the summary tells.
@@ -138,6 +146,8 @@ class State:
     luts: dict[str, Lut] = field(default_factory=dict)
     order_version: int = -1
     placement_version: int = -1
+    to_load: dict[str, ModelSpec] = field(default_factory=dict)
+    clearing: bool = False
     drained: bool = False
     leaving: bool = False
     bus_lost: bool = False
@@ -154,6 +164,7 @@ class State:
     seq: int = 0
     summarized_ms: float = -math.inf
     heartbeat_ms: float = -math.inf
+    looked_ms: float = -math.inf
     device_state: str = "cold"
     power_w: float | None = None
     energy_j: float | None = None

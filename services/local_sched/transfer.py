@@ -59,6 +59,8 @@ def adopt(state: State, now_ms: float, event: Adopt) -> list[Action]:
 def release(state: State, now_ms: float, event: Release) -> list[Action]:
     """Hold a request still and hand out its state; one that has started only if it was prepared."""
     known = state.moves.transfers.get(event.move_id)
+    if known is not None and known.committed:
+        return []  # a repeat that was long on its way: it must not start another move under this id
     if known is not None and known.mode and event.freeze:
         frozen = live.freeze(state, now_ms, event)
         return [*frozen, *live.released(state, now_ms, event.move_id, known)]
@@ -99,11 +101,13 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None:
         return []
+    if transfer.side == SOURCE and transfer.committed:
+        return []
     if transfer.side == SOURCE:
         work = state.works[transfer.request_id]
         if work.stage is not Stage.HELD and transfer.staged is None:
             return []  # nobody else has it
-        del state.moves.transfers[event.move_id]
+        transfer.committed, transfer.heard_ms = True, now_ms
         return [*moved_away(state, now_ms, work), Count(name="moves", labels={"side": SOURCE})]
     request = transfer.request
     if request is None:

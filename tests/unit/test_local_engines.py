@@ -94,7 +94,7 @@ def test_an_engine_that_hangs_while_it_loads_is_ended_and_has_failed():
     assert of(bench.wait(179_000.0), en.UnloadEngine) == []
     bench.submit(request())
     done = bench.wait(1_600.0)
-    assert of(done, en.UnloadEngine) == [en.UnloadEngine(model=MODEL.name)]
+    assert of(done, en.UnloadEngine) == [en.UnloadEngine(model=MODEL.name, at_once=True)]
     (end,) = [delta.end for delta in deltas(done)]
     assert end.finish_reason == "error" and "not loaded after 180 s" in end.error
     assert bench.engine().state == "unloading"
@@ -195,3 +195,85 @@ def test_without_a_meter_there_is_no_energy():
     assert delta.end.energy_j is None and delta.end.energy_source == "no meter on this device"
     assert of(bench.actions, en.SetClock) == []
     assert of(bench.actions, en.SetPlan)[0].plan.sm_share_pct == 100
+
+
+def test_an_engine_that_makes_no_step_is_ended_and_its_requests_go_on_elsewhere():
+    bench = Bench(models=[MODEL], stall_ms=1_000.0)
+    bench.submit(request())
+    bench.token("r1")  # it decodes: a step takes some 8 ms, so that the second is what counts
+    assert of(bench.wait(1_000.0), en.UnloadEngine) == []
+    done = bench.wait(300.0)  # two looks
+    assert of(done, en.UnloadEngine) == [en.UnloadEngine(model=MODEL.name, at_once=True)]
+    (end,) = [delta.end for delta in deltas(done)]
+    assert end.finish_reason == "error" and "made no step for 1." in end.error
+    bench.do(en.EngineEnded(model=MODEL.name))
+    assert bench.engine().state == "failed"
+
+
+def test_a_step_may_take_five_times_what_the_table_says_of_it():
+    bench = Bench(models=[MODEL], stall_ms=1_000.0)
+    bench.state.clock_mhz = 345
+    bench.submit(request(prompt=6_000))
+    bench.wait(10.0)
+    share_pct = bench.state.engines[MODEL.name].plan.sm_share_pct
+    prefill_ms = LUTS[MODEL.name].ttft_ms(345, share_pct, 6_000)
+    assert prefill_ms > 250.0
+    assert of(bench.wait(5.0 * prefill_ms - 100.0), en.UnloadEngine) == []
+    assert of(bench.wait(500.0), en.UnloadEngine)
+
+
+def test_nothing_to_get_on_with_is_no_stall():
+    bench = Bench(models=[MODEL], stall_ms=1_000.0)
+    bench.submit(request())
+    bench.token("r1")
+    bench.state.starved[bench.runs["r1"]] = 1e9  # nobody is to be evicted for it yet
+    assert of(bench.wait(3_000.0), en.UnloadEngine) == []
+    bench.state.starved.clear()
+    assert of(bench.wait(900.0), en.UnloadEngine) == []  # from now on it counts
+    assert of(bench.wait(400.0), en.UnloadEngine)
+
+
+def test_a_scheduler_that_stood_still_hears_first_what_its_engines_did_meanwhile():
+    bench = Bench(models=[MODEL], stall_ms=1_000.0)
+    bench.submit(request())
+    bench.token("r1")
+    assert of(bench.do(ev.Tick(), 10_000.0), en.UnloadEngine) == []
+    bench.token("r1", after_ms=0.0)
+    assert of(bench.wait(900.0), en.UnloadEngine) == []
+
+
+def test_an_engine_of_which_nothing_is_heard_is_ended_though_it_has_no_work():
+    bench = Bench(models=[MODEL, OTHER])
+    sample = en.DeviceSampled("warm", 0, None, None, unheard_ms={MODEL.name: 600.0, OTHER.name: 100.0})
+    assert of(bench.do(sample), en.UnloadEngine) == []
+    well = en.DeviceSampled("warm", 0, None, None)
+    assert of(bench.do(well, 250.0), en.UnloadEngine) == []  # it was this scheduler that stood still
+    assert of(bench.do(sample, 250.0), en.UnloadEngine) == []
+    assert of(bench.do(sample, 250.0), en.UnloadEngine) == [en.UnloadEngine(MODEL.name, at_once=True)]
+    assert "nothing was heard" in bench.engine().reason
+    assert bench.engine(OTHER.name).state == "ready"
+
+
+def test_where_engines_share_their_fate_all_are_ended_and_loaded_again_once_all_are_gone():
+    third = emulated_models(3)[2]
+    bench = Bench(models=[MODEL, OTHER], shared_fate=True)
+    bench.do(load(third))
+    bench.submit(request(model=OTHER.name))
+    done = bench.do(en.EngineEnded(model=MODEL.name, reason="CUDA error"))
+    assert of(done, en.UnloadEngine) == [
+        en.UnloadEngine(OTHER.name, at_once=True),
+        en.UnloadEngine(third.name, at_once=True),
+    ]
+    (end,) = [delta.end for delta in deltas(done)]
+    assert end.finish_reason == "error" and "takes all others" in end.error
+    bench.do(en.EngineEnded(model=OTHER.name))
+    assert of(bench.do(load(MODEL, 2)), en.LoadEngine) == []  # MPS would refuse it
+    done = bench.do(en.EngineEnded(model=third.name, reason="killed"))
+    assert [order.model.name for order in of(done, en.LoadEngine)] == [OTHER.name, MODEL.name, third.name]
+    assert not bench.state.clearing and bench.state.to_load == {}
+
+
+def test_where_they_do_not_the_others_run_on():
+    bench = Bench(models=[MODEL, OTHER])
+    assert of(bench.do(en.EngineEnded(model=MODEL.name, reason="x")), en.UnloadEngine) == []
+    assert bench.engine(OTHER.name).state == "ready"

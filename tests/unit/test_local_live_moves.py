@@ -147,7 +147,7 @@ def test_a_frozen_request_is_handed_out_when_its_engine_is_done_with_it():
     assert bench.runs["r1"] in held(bench)  # whatever is decided meanwhile
     done = bench.do(COMMIT)
     assert [o.request_id for o in of(done, en.StopRequest)] == [bench.runs["r1"]]
-    assert bench.state.works == {} and bench.state.moves.transfers == {}
+    assert bench.state.works == {} and bench.state.moves.open == 0
     assert bench.state.engines[MODEL.name].frozen == frozenset()
     assert bench.state.ledger.pools[MODEL.name].holders == {}
 

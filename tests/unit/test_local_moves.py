@@ -125,8 +125,14 @@ def test_source_hands_out_a_waiting_request_and_forgets_it():
         assert released.request.waited_ms == 80.0 and released.predicted_output_tokens == 20
     assert of(load_ends(bench), en.RunRequest) == []  # held still
     bench.do(COMMIT)
-    assert bench.state.works == {} and bench.state.moves.transfers == {}
+    assert bench.state.works == {} and bench.state.moves.open == 0
     assert of(bench.submit(request()), en.RunRequest) == []  # a late repeat
+    bench.submit(request("r2"))
+    assert sent(bench.do(release("*")), ev.Released) == []  # nor does one of the release take another
+    bench.do(COMMIT)
+    assert list(bench.state.works) == ["r2"]
+    bench.wait(bench.state.settings.move_ttl_ms + 1.0)
+    assert bench.state.moves.transfers == {}
 
 
 def test_source_releases_nothing_that_has_started_or_is_unknown():

@@ -2,8 +2,8 @@
 
 The engine lives in this very process and the main thread steps it, so a step is reported with exactly the
 plan it ran under, and there is no further process that could be left behind. A second thread only takes
-orders off the socket `N`. When the local scheduler closes its end, or dies, this process ends at once,
-whatever it is doing: that is how an engine is unloaded.
+orders off the socket `N`, and a third says regularly that the process is there. When the local scheduler
+closes its end, or dies, this process ends at once, whatever it is doing: that is how an engine is unloaded.
 """
 
 import argparse
@@ -14,7 +14,16 @@ import threading
 import time
 from pathlib import Path
 
-from services.local_sched.vllm_ext.wire import HEADER, EngineOrder, decode_order, frame
+from services.local_sched.vllm_ext.version import check_vllm_version
+from services.local_sched.vllm_ext.wire import (
+    BEAT_S,
+    HEADER,
+    Alive,
+    EngineOrder,
+    EngineReport,
+    decode_order,
+    frame,
+)
 from shared.engine import EngineEnded, LoadEngine
 
 MAX_ORDERS = 4096
@@ -25,6 +34,25 @@ MAX_REASON = 500
 
 RETRY_S = 0.005
 """Pause after a step that could run nothing, such as while a grammar is still being compiled."""
+
+
+class Reports:
+    """The way back through the socket, for more than one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, report: EngineReport) -> None:
+        """Send a report; waits while the scheduler does not read."""
+        with self._lock:
+            self._connection.sendall(frame(report))
+
+    def beat(self) -> None:
+        """Say for as long as the process lives that it does."""
+        while True:
+            self.send(Alive())
+            time.sleep(BEAT_S)
 
 
 def main() -> None:
@@ -38,11 +66,12 @@ def main() -> None:
     threading.Thread(target=_receive, args=(connection, orders), daemon=True).start()
     load = orders.get()
     assert isinstance(load, LoadEngine), "an engine's first order is to load"
+    reports = Reports(connection)
     try:
-        _serve(connection, orders, load, given.stages)
+        _serve(reports, orders, load, given.stages)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        connection.sendall(frame(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON])))
+        reports.send(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON]))
         raise
 
 
@@ -58,24 +87,26 @@ def _receive(connection: socket.socket, orders: "queue.Queue[EngineOrder]") -> N
 
 
 def _serve(
-    connection: socket.socket, orders: "queue.Queue[EngineOrder]", load: LoadEngine, stages: Path | None
+    reports: Reports, orders: "queue.Queue[EngineOrder]", load: LoadEngine, stages: Path | None
 ) -> None:
     """Load the engine, then obey orders and make steps for as long as the process lives."""
     started = time.perf_counter()
+    check_vllm_version()
     from services.local_sched.vllm_ext.served import (
         ServedModel,
     )  # importing vLLM takes seconds, part of the load
 
     served = ServedModel(load, stages)
-    connection.sendall(frame(served.ready(load_ms=(time.perf_counter() - started) * 1000)))
+    reports.send(served.ready(load_ms=(time.perf_counter() - started) * 1000))
+    threading.Thread(target=reports.beat, daemon=True).start()
     while True:
         while (order := _next_order(orders, served.wait_s())) is not None:
             for report in served.obey(order):
-                connection.sendall(frame(report))
-        reports = list(served.step())
-        for report in reports:
-            connection.sendall(frame(report))
-        if not reports and served.has_runnable():
+                reports.send(report)
+        done = list(served.step())
+        for report in done:
+            reports.send(report)
+        if not done and served.has_runnable():
             time.sleep(RETRY_S)
 
 

@@ -1,5 +1,7 @@
 """One model in vLLM: takes orders, makes steps, and says what each did."""
 
+import hashlib
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from services.local_sched.vllm_ext.kv import KvPort
-from services.local_sched.vllm_ext.scheduler import PlanScheduler, check_vllm_version
+from services.local_sched.vllm_ext.scheduler import PlanScheduler
 from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport
 from shared.engine import (
     EngineReady,
@@ -42,11 +44,10 @@ class ServedModel:
         stages: folder of the host's stages; None: KV is not moved.
 
     Raises:
-        FestinaError: vLLM is of another version than the one this is made for, or the weights are not there.
+        FestinaError: the weights are not there.
     """
 
     def __init__(self, load: LoadEngine, stages: Path | None = None) -> None:
-        check_vllm_version()
         if not Path(load.model.weights).is_dir():
             raise FestinaError(
                 f"{load.model.name}: its weights {load.model.weights!r} are no folder on this host."
@@ -56,12 +57,21 @@ class ServedModel:
         torch.cpu._init_amx()
         self._model = load.model.name
         self._started_s = 0.0
+        self._salt_key = secrets.token_bytes(32)  # no other process has to know a salt again
         self._engine = LLMEngine.from_engine_args(engine_args(load.model, load.kv_pool_bytes))
         scheduler = self._engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, PlanScheduler)
         self._scheduler = scheduler
         layers = self._engine.vllm_config.compilation_config.static_forward_context
         self._kv = KvPort(load.model, scheduler, layers, stages)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Make a step with a prompt, and one that decodes: the first of a process take many times as long."""
+        params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        self._engine.add_request("warm-up", TokensPrompt(prompt_token_ids=[0] * BLOCK_TOKENS), params)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
     def ready(self, load_ms: float) -> EngineReady:
         """Report that the model is loaded; the pool is what requests can use of it, in whole blocks."""
@@ -105,7 +115,10 @@ class ServedModel:
 
     def _run(self, request: Request) -> Iterator[StepDone]:
         try:
-            prompt = TokensPrompt(prompt_token_ids=[*request.prompt_tokens, *request.output_tokens])
+            prompt = TokensPrompt(
+                prompt_token_ids=[*request.prompt_tokens, *request.output_tokens],
+                cache_salt=cache_salt(self._salt_key, request.tenant),
+            )
             self._engine.add_request(request.request_id, prompt, sampling_params(request))
         except (
             Exception
@@ -151,9 +164,17 @@ def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
         scheduler_cls=PlanScheduler,
         distributed_executor_backend="uni",  # no worker process: this process is the worker
         enforce_eager=True,
-        enable_prefix_caching=False,  # a shared prefix would tell one tenant what another has asked
+        enable_prefix_caching=False,  # the books of memory count what each request computes for itself
         disable_log_stats=True,
     )
+
+
+def cache_salt(key: bytes, tenant: str) -> str:
+    """Return the salt of a tenant's prefixes: no other tenant's requests find them, nor tell by their time.
+
+    A keyed hash: who sees salts learns neither the tenant's name nor whether it is a name he can guess.
+    """
+    return hashlib.blake2b(tenant.encode(), key=key, digest_size=16).hexdigest()
 
 
 def sampling_params(request: Request) -> SamplingParams:

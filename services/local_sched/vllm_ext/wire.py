@@ -22,9 +22,17 @@ from shared.engine import (
     StepDone,
     StopRequest,
 )
+from shared.model import Struct
+
+
+class Alive(Struct, tag=True):
+    """Sent every `BEAT_S` once the model is loaded, by a thread that does nothing else."""
+
+
+BEAT_S = 0.1
 
 EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv
-EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded
+EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded | Alive
 
 HEADER = struct.Struct(">I")
 

@@ -30,6 +30,28 @@ class UnloadEngine(Order):
     at_once: bool = False
 
 
+class SleepEngine(Order):
+    """Give device memory back, and keep the process, so that the engine is soon awake again.
+
+    `level` 1 gives up the KV pool, and keeps the weights in host memory; 2 gives up the weights as well. An
+    engine with requests does not sleep. `EngineAsleep` tells what came of it.
+    """
+
+    model: str
+    level: int = 1
+
+
+class WakeEngine(Order):
+    """Let the engine of `model` serve `serve` from now on: the same, or another model of its architecture.
+
+    It need not be asleep: then only the weights are exchanged. `EngineReady` tells that it serves, under the
+    name of `serve`, and how long that took; `EngineAsleep` that it does not, and then it is as before.
+    """
+
+    model: str
+    serve: ModelSpec
+
+
 class RunRequest(Order):
     """Give the engine a request; it runs when the plan in force lets it.
 
@@ -73,6 +95,16 @@ class EngineReady(Event):
     kv_pool_bytes: int
     block_tokens: int
     load_ms: float
+
+
+class EngineAsleep(Event):
+    """The sleep level that an engine is at, 0 if it is awake, and if that is not what was asked for, why."""
+
+    model: str
+    level: int
+    freed_bytes: int = 0
+    took_ms: float = 0.0
+    reason: str = ""
 
 
 class EngineEnded(Event):

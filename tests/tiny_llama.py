@@ -11,7 +11,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 256, 4, 2, 64, 512
 SPREAD = 0.08  # wide enough that greedy answers do not hang on rounding
 
 
-def make_tiny_llama(folder: Path, name: str, like: ModelSpec) -> ModelSpec:
+def make_tiny_llama(folder: Path, name: str, like: ModelSpec, seed: int = 0) -> ModelSpec:
     """Write its weights, in fp32, and borrow the tokenizer of the model `like`; returns what it is."""
     vocab = json.loads(Path(like.weights, "config.json").read_text())["vocab_size"]
     folder.mkdir(parents=True)
@@ -36,7 +36,7 @@ def make_tiny_llama(folder: Path, name: str, like: ModelSpec) -> ModelSpec:
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    params = _write_safetensors(folder / "model.safetensors", _shapes(vocab))
+    params = _write_safetensors(folder / "model.safetensors", _shapes(vocab), seed)
     return ModelSpec(
         name=name,
         engine="vllm",
@@ -78,9 +78,9 @@ def _shapes(vocab: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> int:
     """Write random matrices, and ones where a norm has its weights; returns the number of parameters."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     blobs, end = [], 0
     for name, shape in shapes.items():

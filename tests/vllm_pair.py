@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -36,14 +36,15 @@ class Pair:
         self.tokens: dict[str, list[int]] = {}
         self.token_s: dict[str, list[float]] = {}
         self.ended: dict[str, str] = {}
-        self.steps: dict[str, int] = dict.fromkeys(models, 0)
+        self.steps: Counter[str] = Counter()
+        self.asleep: list[en.EngineAsleep] = []
         self.prefilled: Counter[str] = Counter()
         self.shortages = 0
         self.given: dict[str, int] = {}
         self.evictions = 0
         self.wrong: Exception | None = None
         self.core: LocalSchedCore | None = None
-        self._decoding: dict[str, set[str]] = {name: set() for name in models}
+        self._decoding: defaultdict[str, set[str]] = defaultdict(set)
         self._stopped: set[str] = set()
         self._short: set[str] = set()  # wait for memory, and have said so
         self._news = asyncio.Event()
@@ -77,6 +78,8 @@ class Pair:
         match event:
             case en.EngineReady(model=name):
                 self.ready[name] = event
+            case en.EngineAsleep():
+                self.asleep.append(event)
             case en.StepDone():
                 self._check(event)
             case en.OutOfMemory():
@@ -122,7 +125,7 @@ class Pair:
     def govern(self) -> None:
         """Put a local scheduler in charge of both engines from now on."""
         pool_bytes = max(ready.kv_pool_bytes for ready in self.ready.values())
-        settings = LocalSettings(kv_pool_bytes=pool_bytes)
+        settings = LocalSettings(kv_pool_bytes=pool_bytes, stall_ms=30_000.0)  # the cores are not ours alone
         self.core = LocalSchedCore("cpu-0", "cpu", "vllm", device_for("cpu"), settings, now_ms())
         for model in self.models.values():
             self.feed(ev.Load(model=model, placement_version=1))
@@ -188,6 +191,22 @@ class Pair:
     def _raise_what_is_wrong(self) -> None:
         if self.wrong is not None:
             raise self.wrong
+
+    async def ready_in_ms(self, order: en.LoadEngine | en.WakeEngine) -> float:
+        """Give an order after which an engine is ready, and return how long that took, seen from outside."""
+        name = order.model.name if isinstance(order, en.LoadEngine) else order.serve.name
+        self.ready.pop(name, None)
+        since_s = time.monotonic()
+        self.perform(order)
+        await self.until(lambda: name in self.ready, within_s=240)
+        return (time.monotonic() - since_s) * 1000
+
+    async def asleep_after(self, order: en.SleepEngine | en.WakeEngine) -> en.EngineAsleep:
+        """Give an order, and return what is said of it."""
+        count = len(self.asleep)
+        self.perform(order)
+        await self.until(lambda: len(self.asleep) > count)
+        return self.asleep[-1]
 
     async def until_ended(self, *request_ids: str) -> None:
         await self.until(lambda: self.ended.keys() >= set(request_ids))

@@ -27,6 +27,7 @@ from shared.devices import Device
 from shared.engine import (
     ClockApplied,
     DeviceSampled,
+    EngineAsleep,
     EngineEnded,
     EngineReady,
     ExportKv,
@@ -35,8 +36,10 @@ from shared.engine import (
     RunRequest,
     SetClock,
     SetPlan,
+    SleepEngine,
     StopRequest,
     UnloadEngine,
+    WakeEngine,
 )
 from shared.events import Event
 from shared.model import Request
@@ -328,6 +331,8 @@ class EmulatedGpu:
                 engine.plan = order.plan
             if engine.step is not None:
                 engine.step.cut(now_ms)
+        elif isinstance(order, SleepEngine | WakeEngine) and self._obeys(order.model):
+            events.append(EngineAsleep(model=order.model, level=0, reason="emulated engines do not sleep"))
         elif isinstance(order, ExportKv) and self._obeys(order.model):
             engine = self._engines[order.model]
             engine.copies.export(order, engine.sequences.get(order.request_id))

@@ -29,9 +29,11 @@ from shared.engine import (
     RunRequest,
     SetClock,
     SetPlan,
+    SleepEngine,
     StepDone,
     StopRequest,
     UnloadEngine,
+    WakeEngine,
 )
 from shared.events import Event
 from shared.model import slug
@@ -70,8 +72,8 @@ class VllmEngines:
     Args:
         python: interpreter of the engine environment.
         run_dir: folder for the children's logs, made by `start`.
-        report: called in the loop, never from within `perform`, with EngineReady, StepDone, OutOfMemory,
-            KvExported, KvImported, EngineEnded and ClockApplied.
+        report: called in the loop, never from within `perform`, with EngineReady, EngineAsleep, StepDone,
+            OutOfMemory, KvExported, KvImported, EngineEnded and ClockApplied.
         stages: folder of the host's stages; None: KV is not moved.
     """
 
@@ -102,7 +104,12 @@ class VllmEngines:
             case UnloadEngine(model=name, at_once=at_once):
                 self._unload(name, at_once)
             case (
-                RunRequest(model=name) | StopRequest(model=name) | SetPlan(model=name) | ExportKv(model=name)
+                RunRequest(model=name)
+                | StopRequest(model=name)
+                | SetPlan(model=name)
+                | ExportKv(model=name)
+                | SleepEngine(model=name)
+                | WakeEngine(model=name)
             ):
                 if engine := self._engines.get(name):
                     self._pass_on(engine, order)
@@ -241,6 +248,11 @@ class VllmEngines:
         match report:
             case Alive():
                 return
+            case EngineReady(model=name) if (
+                name != engine.model and self._engines.get(engine.model) is engine
+            ):
+                self._engines[name] = self._engines.pop(engine.model)
+                engine.model = name  # it has been given other weights
             case EngineEnded(reason=reason):
                 engine.reason = reason  # its last words; reported when the process is gone
                 return

@@ -8,7 +8,9 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
 from tiny_llama import make_tiny_llama
@@ -147,3 +149,45 @@ async def test_a_scheduler_that_is_short_of_memory_never_makes_vllm_preempt(
     assert {request_id: pair.tokens[request_id] for request_id in asked} == asked
     assert all(not pool.holders for pool in pair.core.state.ledger.pools.values())
     pair.leave()
+
+
+async def test_an_engine_sleeps_and_wakes_as_it_was(
+    pair: Pair, expected: dict[tuple[str, str], list[int]]
+) -> None:
+    pair.plan(SMOL, 10**6)
+    pair.run("awake", SMOL, prompt_of(TOPICS[0]), MOST_TOKENS)
+    assert "requests" in (await pair.asleep_after(en.SleepEngine(SMOL))).reason
+    await pair.until_ended("awake")
+    refused = await pair.asleep_after(en.SleepEngine(SMOL, level=2))
+    assert refused.level == 0 and "in host memory already" in refused.reason
+    used_bytes = pair.engines.sample().used_bytes
+    slept = await pair.asleep_after(en.SleepEngine(SMOL))
+    assert (slept.level, slept.reason) == (1, "") and slept.freed_bytes > pair.ready[SMOL].kv_pool_bytes
+    assert used_bytes - pair.engines.sample().used_bytes > 0.3 * slept.freed_bytes  # not all was ever written
+    awake_ms = await pair.ready_in_ms(en.WakeEngine(SMOL, serve=pair.models[SMOL]))
+    pair.run("woken", SMOL, prompt_of(TOPICS[1]), MOST_TOKENS)
+    await pair.until_ended("woken")
+    assert pair.tokens["woken"] == expected[SMOL, TOPICS[1]]
+    print(f"asleep in {slept.took_ms:.1f} ms, {slept.freed_bytes:,} bytes free, awake in {awake_ms:.1f} ms")
+
+
+async def test_a_process_goes_on_with_the_weights_of_another_model(
+    pair: Pair, expected: dict[tuple[str, str], list[int]], tmp_path: Path
+) -> None:
+    assert MODEL is not None
+    other = make_tiny_llama(tmp_path / "other", "other-fp32", like=MODEL, seed=1)
+    fresh = msgspec.structs.replace(other, name="fresh-fp32")
+    pool_bytes = POOL_TOKENS * other.kv_bytes_per_token
+    start_ms = await pair.ready_in_ms(en.LoadEngine(fresh, pool_bytes))
+    refused = await pair.asleep_after(en.WakeEngine(SMOL, serve=other))
+    assert "cannot take the place" in refused.reason and "hidden_size" in refused.reason
+    swap_ms = await pair.ready_in_ms(en.WakeEngine(TINY, serve=other))
+    for name in (fresh.name, other.name):
+        pair.run(name, name, prompt_of(TOPICS[0]), MOST_TOKENS)
+    await pair.until_ended(fresh.name, other.name)
+    assert pair.tokens[other.name] == pair.tokens[fresh.name] != expected[TINY, TOPICS[0]]
+    await pair.ready_in_ms(en.WakeEngine(other.name, serve=pair.models[TINY]))
+    pair.run("back", TINY, prompt_of(TOPICS[0]), MOST_TOKENS)
+    await pair.until_ended("back")
+    assert pair.tokens["back"] == expected[TINY, TOPICS[0]]
+    print(f"other weights in {swap_ms:.0f} ms, against {start_ms:.0f} ms for a process of their own")

@@ -41,7 +41,7 @@ class KvPort:
         self._scheduler = scheduler
         self._folder = folder
         caches = [layer.kv_cache for layer in layers.values() if getattr(layer, "kv_cache", None) is not None]
-        self._caches: list[torch.Tensor] = caches
+        self.caches: list[torch.Tensor] = caches
         self._header: StageHeader | None = None
         one_shape = {(cache.dtype, cache.shape[1:]) for cache in caches}
         if folder is not None and len(one_shape) == len(scheduler.kv_cache_config.kv_cache_groups) == 1:
@@ -55,7 +55,7 @@ class KvPort:
 
     @property
     def _block_bytes(self) -> int:
-        return sum(cache[0].numel() * cache.element_size() for cache in self._caches)
+        return sum(cache[0].numel() * cache.element_size() for cache in self.caches)
 
     # ---- out of the engine
 
@@ -121,7 +121,7 @@ class KvPort:
     def _write(self, stage: Stage, block: int, block_id: int, computed_tokens: int) -> int:
         stage.empty(block)
         for layer, kept in enumerate(self._views(stage, block)):
-            kept.copy_(self._caches[layer][block_id])
+            kept.copy_(self.caches[layer][block_id])
         size = self._scheduler.block_size
         return stage.fill(block, min(size, computed_tokens - block * size))
 
@@ -164,7 +164,7 @@ class KvPort:
         (block_ids,) = manager.get_block_ids(request.request_id)
         for block in blocks:
             for layer, kept in enumerate(self._views(stage, block)):
-                self._caches[layer][block_ids[block]].copy_(kept)
+                self.caches[layer][block_ids[block]].copy_(kept)
         request.num_computed_tokens = tokens
         return tokens
 
@@ -184,9 +184,9 @@ class KvPort:
 
     def _views(self, stage: Stage, block: int) -> list[torch.Tensor]:
         """Return a block of a stage as tensors, one for each layer."""
-        cache = self._caches[0]
+        cache = self.caches[0]
         whole = torch.frombuffer(stage.block(block), dtype=cache.dtype)
-        return list(whole.view(len(self._caches), *cache.shape[1:]))
+        return list(whole.view(len(self.caches), *cache.shape[1:]))
 
 
 def weights_digest(folder: Path) -> str:

@@ -9,21 +9,26 @@ from pathlib import Path
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from services.local_sched.vllm_ext.kv import KvPort
 from services.local_sched.vllm_ext.scheduler import PlanScheduler
+from services.local_sched.vllm_ext.sleep import Sleeper
 from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport
 from shared.engine import (
+    EngineAsleep,
     EngineReady,
     ExportKv,
     LoadEngine,
     OutOfMemory,
     RunRequest,
     SetPlan,
+    SleepEngine,
     StepDone,
     StepOutput,
     StopRequest,
+    WakeEngine,
 )
 from shared.errors import FestinaError
 from shared.model import ModelSpec, Request
@@ -55,7 +60,8 @@ class ServedModel:
         # On hosts with AMX, a process whose first step has a single token dies of an illegal instruction in
         # CPU attention unless it has asked the kernel for the tile registers before.
         torch.cpu._init_amx()
-        self._model = load.model.name
+        self._spec = load.model
+        self._stages = stages
         self._started_s = 0.0
         self._salt_key = secrets.token_bytes(32)  # no other process has to know a salt again
         self._engine = LLMEngine.from_engine_args(engine_args(load.model, load.kv_pool_bytes))
@@ -63,8 +69,14 @@ class ServedModel:
         assert isinstance(scheduler, PlanScheduler)
         self._scheduler = scheduler
         layers = self._engine.vllm_config.compilation_config.static_forward_context
+        self._layers = layers
         self._kv = KvPort(load.model, scheduler, layers, stages)
+        self._sleeper = Sleeper(self._engine, self._kv.caches)
         self._warm_up()
+
+    @property
+    def _model(self) -> str:
+        return self._spec.name
 
     def _warm_up(self) -> None:
         """Make a step with a prompt, and one that decodes: the first of a process take many times as long."""
@@ -110,8 +122,38 @@ class ServedModel:
                 self._engine.abort_request([request_id])
             case SetPlan(plan=plan):
                 self._scheduler.plan = plan
+            case SleepEngine(level=level):
+                yield self._sleep(level)
+            case WakeEngine(serve=serve):
+                yield self._wake(serve)
             case LoadEngine():
                 raise AssertionError("an engine process serves one model")
+
+    def _sleep(self, level: int) -> EngineAsleep:
+        """Sleep, unless there are requests, and say at which level it is."""
+        started, freed_bytes, reason = time.perf_counter(), 0, ""
+        try:
+            if self._scheduler.requests:
+                raise FestinaError(f"it has {len(self._scheduler.requests)} requests")
+            freed_bytes = self._sleeper.sleep(level)
+        except FestinaError as error:
+            reason = str(error)
+        took_ms = (time.perf_counter() - started) * 1000
+        return EngineAsleep(self._model, self._sleeper.level, freed_bytes, took_ms, reason)
+
+    def _wake(self, serve: ModelSpec) -> EngineReady | EngineAsleep:
+        """Serve a model from now on, or say why not."""
+        started = time.perf_counter()
+        try:
+            if self._scheduler.requests:
+                raise FestinaError(f"it has {len(self._scheduler.requests)} requests")
+            self._sleeper.wake(self._spec, serve)
+        except FestinaError as error:
+            return EngineAsleep(self._model, self._sleeper.level, reason=str(error))
+        if serve.weights != self._spec.weights:
+            self._kv = KvPort(serve, self._scheduler, self._layers, self._stages)
+        self._spec = serve
+        return self.ready((time.perf_counter() - started) * 1000)
 
     def _run(self, request: Request) -> Iterator[StepDone]:
         try:
@@ -164,6 +206,7 @@ def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
         scheduler_cls=PlanScheduler,
         distributed_executor_backend="uni",  # no worker process: this process is the worker
         enforce_eager=True,
+        enable_sleep_mode=not current_platform.is_cpu(),
         enable_prefix_caching=False,  # the books of memory count what each request computes for itself
         disable_log_stats=True,
     )

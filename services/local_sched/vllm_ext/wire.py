@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from shared.engine import (
+    EngineAsleep,
     EngineEnded,
     EngineReady,
     ExportKv,
@@ -19,8 +20,10 @@ from shared.engine import (
     OutOfMemory,
     RunRequest,
     SetPlan,
+    SleepEngine,
     StepDone,
     StopRequest,
+    WakeEngine,
 )
 from shared.model import Struct
 
@@ -31,8 +34,10 @@ class Alive(Struct, tag=True):
 
 BEAT_S = 0.1
 
-EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv
-EngineReport: TypeAlias = EngineReady | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded | Alive
+EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv | SleepEngine | WakeEngine
+EngineReport: TypeAlias = (
+    EngineReady | EngineAsleep | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded | Alive
+)
 
 HEADER = struct.Struct(">I")
 

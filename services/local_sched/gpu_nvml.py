@@ -210,9 +210,8 @@ class NvmlEngines:
             self._soon.set()
         self._busy = busy
         meter = self.meter
-        return en.DeviceSampled(
-            state=told.state,
-            used_bytes=told.used_bytes,
+        return msgspec.structs.replace(
+            told,
             power_w=meter.power_w,
             energy_j=meter.energy_j(self._now_ms()),
             energy_source=meter.source,

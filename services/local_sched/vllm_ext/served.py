@@ -204,6 +204,7 @@ def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
         max_num_seqs=MAX_RUNNING,
         max_num_batched_tokens=MAX_STEP_TOKENS,
         scheduler_cls=PlanScheduler,
+        async_scheduling=False,  # or a step is scheduled before the plan for it has come
         distributed_executor_backend="uni",  # no worker process: this process is the worker
         enforce_eager=True,
         enable_sleep_mode=not current_platform.is_cpu(),

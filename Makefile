@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test test-resilience test-compose live-check sim-soak lint bench clean
+.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check sim-soak lint bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ sim-soak: setup  ## play thousands of random scenarios with faults in the simula
 
 live-check: setup  ## a live emulated pool beside the simulator, and beside fixed clocks: 2 x 10 minutes (MINUTES=2)
 	$(BIN)/python -m sim.live_check --minutes $(or $(MINUTES),10)
+
+consolidate-check: setup  ## a live emulated pool at full load, a tenth, full again, beside one that never consolidates: 2 x 6 minutes
+	$(BIN)/python -m sim.consolidate_check --minutes $(or $(MINUTES),6)
 
 .env:  ## compose's environment, with passwords made up at random
 	@umask 077; $(PYTHON) -c 'import re, secrets, sys; print(re.sub("(?m)=change-me$$", lambda _: "=" + secrets.token_hex(16), sys.stdin.read()), end="")' < deploy/env.example > $@

@@ -184,12 +184,12 @@ def main(
     clocks: list[int | None] = [None, default_clock] if default_clock else [None]
     names = ["governed", f"fixed at {default_clock} MHz"][: len(clocks)]
     lives, pairs = [], []
-    with tempfile.TemporaryDirectory(prefix="festina-live-") as folder, _progress(console) as bar:
+    with tempfile.TemporaryDirectory(prefix="festina-live-") as folder, progress_bar(console) as bar:
         for number, (name, clock_mhz) in enumerate(zip(names, clocks, strict=True)):
             task = bar.add_task(f"live, clocks {name}", total=1.0)
-            place, said = Path(folder) / str(number), _teller(bar, task)
+            place, said = Path(folder) / str(number), teller(bar, task)
             settings = {} if clock_mhz is None else {FIXED: str(clock_mhz)}
-            lives.append(asyncio.run(live_run(arrivals, models, gpus, place, said, settings)))
+            lives.append(asyncio.run(live_run(arrivals, served, gpus, place, said, settings)))
             bar.update(task, completed=1.0)
         for name, clock_mhz, live in zip(names, clocks, lives, strict=True):
             task = bar.add_task(f"simulated, clocks {name}", total=None)
@@ -209,12 +209,14 @@ def main(
         raise typer.Exit(1)
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """Return a bar for runs of some minutes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 
 
-def _teller(bar: Progress, task: Any) -> Any:
+def teller(bar: Progress, task: Any) -> Any:
+    """Return what a run tells its progress to."""
     return lambda part: bar.update(task, completed=part)
 
 

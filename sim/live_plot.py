@@ -52,6 +52,23 @@ def plot(runs: Sequence[tuple[str, Live]], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def plot_active(runs: Sequence[tuple[str, dict[float, int]]], title: str, path: Path) -> None:
+    """Draw the number of GPUs that have models, by the time in s, to a PNG. matplotlib must be installed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
+    for name, active in runs:
+        axes.step(np.array(list(active)) / 60, list(active.values()), where="post", label=name)
+    axes.set(title=title, xlabel="minutes", ylabel="GPUs with models", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def _busy_clock(samples: Sequence[GpuSample]) -> tuple[list[float], list[float]]:
     clocks = [sample.sm_clock_mhz if sample.running else np.nan for sample in samples]
     return [sample.at_s / 60 for sample in samples], clocks

@@ -17,6 +17,7 @@ import numpy as np
 
 from services.cli.supervise import free_port
 from shared.errors import FestinaError
+from shared.model import ModelSpec
 from shared.recording import FOLDER_VARIABLE
 from shared.slo import objectives_for
 from sim.scenario import RequestRecord
@@ -41,6 +42,7 @@ class GpuSample(msgspec.Struct):
     sm_clock_mhz: int
     power_w: float
     running: int
+    models: tuple[str, ...] = ()
 
 
 class Live(msgspec.Struct):
@@ -65,7 +67,7 @@ def prompt_of(index: int, tokens: int) -> list[int]:
 
 async def live_run(
     arrivals: tuple[Arrival, ...],
-    models: int,
+    models: tuple[ModelSpec, ...],
     gpus: int,
     folder: Path,
     progress: Progress,
@@ -74,6 +76,7 @@ async def live_run(
     """Start a pool, send it the arrivals, and stop it.
 
     Args:
+        models: what it serves.
         folder: its state, its log ``up.log``, and below ``recorded`` all that its cores heard and did.
         environment: further settings of its services.
 
@@ -83,7 +86,7 @@ async def live_run(
     folder.mkdir(parents=True)
     port = free_port()
     command = [sys.executable, "-m", "services.cli", "up", "--emulated", "--port", str(port)]
-    command += ["--gpus", str(gpus), "--models", str(models), "--state-dir", str(folder / "state")]
+    command += ["--gpus", str(gpus), "--models", "0", "--state-dir", str(folder / "state")]
     base = {key: value for key, value in os.environ.items() if not key.startswith("FESTINA_")}
     settings = {"FESTINA_TRACING": "0", FOLDER_VARIABLE: str(folder / "recorded"), **environment}
     with (folder / "up.log").open("wb") as log:
@@ -106,15 +109,23 @@ async def live_run(
     return live
 
 
-async def _ready(http: httpx.AsyncClient, models: int, pool: "subprocess.Popen[bytes]", folder: Path) -> None:
+async def _ready(
+    http: httpx.AsyncClient, models: tuple[ModelSpec, ...], pool: "subprocess.Popen[bytes]", folder: Path
+) -> None:
+    """Register the models, and wait until all are loaded."""
     deadline_s = time.monotonic() + READY_S
+    missing = list(models)
     while time.monotonic() < deadline_s and pool.poll() is None:
         await asyncio.sleep(0.5)
         try:
+            while missing:
+                answer = await http.post("/admin/models", content=msgspec.json.encode(missing[0]))
+                answer.raise_for_status()
+                del missing[0]
             listed = (await http.get("/v1/models")).json()["data"]
         except (httpx.HTTPError, KeyError, ValueError):
             continue
-        if sum(model["state"] == "ready" for model in listed) == models:
+        if sum(model["state"] == "ready" for model in listed) == len(models):
             await asyncio.sleep(2.0)  # the summaries say what was loaded
             return
     raise FestinaError(f"the pool did not come up: {(folder / 'up.log').read_text()[-2000:]}")
@@ -153,7 +164,8 @@ async def _look(http: httpx.AsyncClient, at_s: float, samples: list[GpuSample]) 
     gpus = (await http.get("/admin/gpus")).json()["gpus"]
     for gpu in gpus:
         running = sum(engine["running"] for engine in gpu["engines"])
-        samples.append(GpuSample(at_s, gpu["gpu"], gpu["sm_clock_mhz"], gpu["power_w"], running))
+        loaded = tuple(engine["model"] for engine in gpu["engines"])
+        samples.append(GpuSample(at_s, gpu["gpu"], gpu["sm_clock_mhz"], gpu["power_w"], running, loaded))
     return float(sum(gpu["energy_j"] for gpu in gpus))
 
 

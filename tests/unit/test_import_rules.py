@@ -66,6 +66,7 @@ SHELL_FILES = {
     "sim/cli.py",
     "sim/collector.py",
     "sim/figures.py",
+    "sim/consolidate_check.py",
     "sim/live_check.py",
     "sim/live_plot.py",
     "sim/live_pool.py",

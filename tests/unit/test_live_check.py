@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.model import Objectives
 from sim.cli import pool_models
+from sim.consolidate_check import bound, outcome
 from sim.live_check import answered, compared, figures, savings
 from sim.live_plot import plot
 from sim.live_pool import GpuSample, Live
@@ -80,3 +82,28 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     runs = [("governed", live(150.0, ON_TIME)), ("fixed at 1980 MHz", live(200.0, ONE_LATE))]
     plot(runs, "title", tmp_path / "live.png")
     assert (tmp_path / "live.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_consolidates_is_summed_up_by_thirds_and_by_what_empty_gpus_take() -> None:
+    """Two GPUs for 60 s; the second is empty in the middle 20 s, and 5 s of the last third."""
+    samples = []
+    for at_s in range(61):
+        second = () if 20 <= at_s < 40 or 50 <= at_s < 55 else ("b",)
+        for gpu, models in (("gpu-0", ("a",)), ("gpu-1", second)):
+            samples.append(GpuSample(float(at_s), gpu, 1065, 200.0, 0, models))
+    models = [
+        msgspec.structs.replace(model, name=name) for name, model in zip("ab", pool_models(2), strict=True)
+    ]
+    run = Live(energy_j=10_000.0, requests=ON_TIME, samples=samples, machine_cores=1.0)
+    found = outcome("x", run, gpus=2, minutes=1.0, models=models)
+    assert [(third.active_mean, third.active_last) for third in found.thirds] == [(2, 2), (1, 1), (1.5, 2)]
+    assert [third.changes for third in found.thirds] == [0, 0, 1] and found.thirds[0].bound == 1
+    assert found.empty_gpu_s == 25.0
+    # a modelled H100 takes 110 W with a context, 70 W without
+    assert found.energy_kj == pytest.approx({"warm": 11.0, "cold": 10.0, "off": 8.25})
+
+
+def test_the_least_gpus_are_those_that_best_fit_decreasing_takes() -> None:
+    models = {f"m{i}": msgspec.structs.replace(pool_models(1)[0], weight_bytes=30 * 10**9) for i in range(5)}
+    assert [bound(list(models)[:count], models) for count in (0, 2, 3, 5)] == [0, 1, 2, 3]
+    assert bound(["m0", "m0", "m1"], models) == 1  # a copy needs no place of its own

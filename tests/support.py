@@ -44,6 +44,10 @@ class Servers:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._running[name] = subprocess.Popen(self._argv[name], **quiet)
 
+    def reload(self, name: str) -> None:
+        """Have it read its configuration again."""
+        self._running[name].send_signal(signal.SIGHUP)
+
     def stop(self, name: str) -> None:
         process = self._running.pop(name)
         process.terminate()

@@ -1,0 +1,294 @@
+"""A house of a few services, started one by one: a gateway, a global scheduler, GPUs, a migrator.
+
+There is no consolidator: the test places the one model on all GPUs, and orders the moves. It hears all that
+is said on the bus, and can have the bus hold a kind of message back.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import msgspec
+import nats
+from nats.aio.client import Client
+from support import Servers, eventually
+
+from services.cli.supervise import free_port, free_ports
+from shared import events as ev
+from shared.model import Instance, ModelSpec, Placement
+from shared.store import Store
+from shared.subjects import PLACEMENT_KEY, subject_of
+
+HOST = "host-0"
+NOWHERE = "host-none"
+SERVICES = {"gateway": "gateway", "scheduler": "global_sched", "gpu": "local_sched", "host": "migrator"}
+
+
+def bus_rules(folder: Path) -> Path:
+    """Where the bus has its rules from, empty at first; arguments of its server name it."""
+    path = folder / "nats.conf"
+    if not path.exists():
+        path.write_text("")
+    return path
+
+
+@dataclass
+class Answer:
+    """What one client has had of its stream."""
+
+    pieces: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def longest_gap_ms(self) -> float:
+        return 1000 * max(b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False))
+
+
+class House:
+    """The processes, and what they say to each other.
+
+    Args:
+        env: settings of all services.
+        prompt, max_tokens: what is asked, always.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        servers: Servers,
+        model: ModelSpec,
+        gpus: int,
+        env: Mapping[str, str],
+        prompt: str,
+        max_tokens: int,
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.gpus = tuple(f"gpu-{number}" for number in range(gpus))
+        self.prompt, self.max_tokens = prompt, max_tokens
+        self.port = free_port()
+        self.metrics_ports = dict(zip(self.gpus, free_ports(gpus), strict=True))
+        self.stage_dir = folder / "stages"
+        self.host_of = dict.fromkeys(self.gpus, HOST)
+        self.heard: list[tuple[str, bytes]] = []
+        self.on_message: Callable[[str], None] = lambda verb: None
+        self.held: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._servers = servers
+        self._settings = servers.settings
+        self._env = dict(env)
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._bus: Client | None = None
+        self._launched_ms: dict[str, float] = {}
+        self._moves = 0
+
+    async def start(self) -> None:
+        self._bus = await nats.connect(self._settings.nats_url)
+        await self._bus.subscribe("festina.v1.>", cb=self._listen)
+        await self._bus.subscribe("held.>", cb=self._hold)
+        store = Store(self._settings)
+        await store.connect()
+        placed = Placement(version=1, instances=tuple(Instance(self.model.name, (gpu,)) for gpu in self.gpus))
+        store.put(PLACEMENT_KEY, placed)
+        await store.close()
+        for ident in ("gateway-0", "scheduler-0", HOST, *self.gpus):
+            self.launch(ident)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = msgspec.json.encode(self.model)
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    answer = await http.post(f"{self.url}/admin/models", content=body)
+                    break
+                except httpx.HTTPError:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.2)
+            assert answer.status_code == 201, answer.text
+        await asyncio.gather(*(self.ready(gpu) for gpu in self.gpus))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def launch(self, ident: str) -> None:
+        service = SERVICES[ident.partition("-")[0]]
+        own = {
+            "FESTINA_ID": ident,
+            "FESTINA_NATS_URL": self._settings.nats_url,
+            "FESTINA_REDIS_URL": self._settings.redis_url,
+            "FESTINA_TRACING": "0",
+            "FESTINA_GATEWAY_PORT": str(self.port),
+            "FESTINA_STAGES_DIR": str(self.stage_dir),
+            "FESTINA_DEVICE_HOST": self.host_of.get(ident, ""),
+            "FESTINA_DEVICE_RUN_DIR": str(self.folder / ident),
+            "FESTINA_METRICS_PORT": str(self.metrics_ports.get(ident, -1)),
+            **self._env,
+        }
+        base = {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
+        self._launched_ms[ident] = 1000 * time.time()
+        with (self.folder / f"{ident}.log").open("ab") as log:
+            self._running[ident] = subprocess.Popen(
+                [sys.executable, "-m", f"services.{service}.main"],
+                env={**base, **own},
+                stdout=log,
+                stderr=log,
+            )
+
+    async def ready(self, gpu: str) -> None:
+        """Have the model loaded on a GPU, asking again as a consolidator would."""
+        deadline = time.monotonic() + 240
+        asked_s = 0.0
+        while self.engine(gpu).get("state") != "ready":
+            assert time.monotonic() < deadline, (self.folder / f"{gpu}.log").read_text()[-3000:]
+            if time.monotonic() - asked_s > 2.0:
+                await self.say(gpu, ev.Load(model=self.model, placement_version=1))
+                asked_s = time.monotonic()
+            await asyncio.sleep(0.2)
+
+    def engine(self, gpu: str) -> dict[str, object]:
+        """Return what the GPU's latest local scheduler says of its engine; nothing before it has spoken."""
+        try:
+            gpus = httpx.get(f"{self.url}/admin/gpus", trust_env=False).json()["gpus"]
+        except httpx.HTTPError:
+            return {}
+        mine = [each for each in gpus if each["gpu"] == gpu and each["started_ms"] > self._launched_ms[gpu]]
+        engines = [engine for each in mine for engine in each["engines"]]
+        return engines[0] if engines else {}
+
+    async def say(self, to: str, message: ev.Message) -> None:
+        assert self._bus is not None
+        await self._bus.publish(subject_of(type(message), to), msgspec.msgpack.encode(message))
+        await self._bus.flush()
+
+    async def _listen(self, message: nats.aio.msg.Msg) -> None:
+        verb = message.subject.rpartition(".")[2]
+        self.heard.append((verb, message.data))
+        self.on_message(verb)
+
+    async def _hold(self, message: nats.aio.msg.Msg) -> None:
+        self.held.put_nowait((message.subject.replace("held.", "festina.v1.", 1), message.data))
+
+    def hold(self, verb: str) -> None:
+        """Have the bus hold messages of moves back: whoever waits for one stands exactly there.
+
+        The server, which has to be started with `bus_rules`, delivers them under another subject.
+        """
+        rules = [f"{way}.*.{verb}" for way in ("cmd.gpu", "evt.migrator")]
+        held = [f'"festina.v1.{rule}": "held.{rule.replace("*", "{{wildcard(1)}}")}"' for rule in rules]
+        bus_rules(self.folder).write_text(f"mappings = {{ {', '.join(held)} }}\n")
+        self._servers.reload("nats")
+
+    async def let_go(self, *late: tuple[str, bytes]) -> None:
+        """Hold nothing back any more, and deliver these."""
+        self.hold("nothing")
+        await asyncio.sleep(0.05)  # the server reads its rules
+        while not self.held.empty():
+            late = (*late, self.held.get_nowait())
+        await self.deliver(*late)
+
+    async def deliver(self, *messages: tuple[str, bytes]) -> None:
+        """Send messages that were held back on."""
+        assert self._bus is not None
+        for subject, data in messages:
+            await self._bus.publish(subject, data)
+        await self._bus.flush()
+
+    async def nurse(self) -> None:
+        """Have the model loaded wherever it is not, as a consolidator would, for as long as this runs."""
+        while True:
+            for gpu in self.gpus:
+                if self.engine(gpu).get("state") != "ready":
+                    await self.say(gpu, ev.Load(model=self.model, placement_version=1))
+            await asyncio.sleep(0.5)
+
+    def kill(self, ident: str) -> None:
+        self._running[ident].send_signal(signal.SIGKILL)
+        self._running[ident].wait()
+
+    async def stop(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            process.wait(30)
+        assert self._bus is not None
+        await self._bus.close()
+
+    # ---- requests and moves
+
+    async def ask(self, answer: Answer) -> None:
+        """Stream an answer to its end."""
+        body = {
+            "model": self.model.name,
+            "messages": [{"role": "user", "content": self.prompt}],
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=180.0) as http,
+            http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as stream,
+        ):
+            async for line in stream.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = msgspec.json.decode(line.removeprefix("data: "))
+                if "error" in event:
+                    answer.errors.append(event["error"]["message"])
+                for choice in event.get("choices", ()):
+                    if choice["delta"].get("content"):
+                        answer.pieces.append(choice["delta"]["content"])
+                        answer.times_s.append(time.monotonic())
+                    if choice["finish_reason"]:
+                        answer.finish_reasons.append(choice["finish_reason"])
+
+    async def source(self) -> str:
+        """Return which GPU runs something, as soon as one does."""
+        async with asyncio.timeout(60):
+            while True:
+                running = [gpu for gpu in self.gpus if self.engine(gpu).get("running")]
+                if running:
+                    return running[0]
+                await asyncio.sleep(0.05)
+
+    def other(self, source: str) -> str:
+        """Return the GPU to which what runs on this one is moved."""
+        return next(gpu for gpu in self.gpus if gpu != source and self.engine(gpu).get("state") == "ready")
+
+    def order(self, source: str, destination: str, by_tokens: bool = False) -> ev.Move:
+        """Make an order to move what runs on a GPU to another; by its tokens, if to a host no KV gets to."""
+        self._moves += 1
+        host, other = self.host_of[source], self.host_of[destination]
+        far = NOWHERE if by_tokens else other if other != host else ""
+        return ev.Move(f"move-{self._moves}", "**", self.model.name, source, destination, far)
+
+    async def move(self, source: str) -> None:
+        """Order a move of what runs on a GPU to the other."""
+        await self.say(self.host_of[source], self.order(source, self.other(source)))
+
+    def last(self, verb: str) -> bytes:
+        said = [data for heard, data in self.heard if heard == verb]
+        assert said, f"nobody said {verb}, but {Counter(heard for heard, _ in self.heard)}"
+        return said[-1]
+
+    def stages(self) -> list[str]:
+        return [path.name for path in self.stage_dir.glob("*/*") if path.name != ".lock"]
+
+    async def at_rest(self) -> None:
+        """Wait until nothing runs, and no stage is left."""
+        idle = lambda gpu: not self.engine(gpu).get("running") and not self.engine(gpu).get("queued")  # noqa: E731
+        await eventually(lambda: all(idle(gpu) for gpu in self.gpus), within_s=15.0, every_s=0.2)
+        await eventually(lambda: not self.stages(), within_s=15.0)

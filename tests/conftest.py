@@ -7,6 +7,7 @@ from pathlib import Path
 import nvml as stub_nvml
 import pytest
 import redis
+from guard_process import Guard
 from support import Servers
 from trace_collector import TraceCollector
 
@@ -46,3 +47,11 @@ def nvml(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     made = stub_nvml.StubNvml(nvml_library, tmp_path / "gpus")
     monkeypatch.setenv("FESTINA_NVML_STUB", made.env["FESTINA_NVML_STUB"])
     return made
+
+
+@pytest.fixture
+def guard(nvml: stub_nvml.StubNvml, tmp_path: Path) -> Iterator[Guard]:
+    made = Guard(nvml, tmp_path)
+    made.start()
+    yield made
+    made.close()

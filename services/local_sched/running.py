@@ -1,6 +1,7 @@
 """What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
 
 from services.local_sched.admission import enqueue, prefill_alone_ms
+from services.local_sched.attribution import with_joules
 from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_engine, with_output
 from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Engine, State
@@ -18,6 +19,7 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
     if engine is None:
         return []
     engine.progress_ms = now_ms
+    event = with_joules(state, engine, event)
     tally, engine.tally = engine.tally, None
     actions: list[Action] = []
     deltas: list[tuple[str, TokenDelta]] = []

@@ -1,9 +1,11 @@
 """The energy book: what each use took, and the meter's residual."""
 
 import pytest
-from local_bench import H100, MODEL, Bench, of, request
+from local_bench import H100, LUTS, MODEL, Bench, of, request
 
+from services.local_sched.attribution import with_joules
 from services.local_sched.energy import IDLE, MOST_GAPS, OVERHEAD, REQUESTS, EnergyBook
+from services.local_sched.meter import EnergyMeter
 from shared import engine as en
 from shared import events as ev
 
@@ -131,3 +133,47 @@ def test_without_a_meter_nothing_is_known():
     sampled(bench, None)
     sampled(bench, None)
     assert bench.state.energy.uses_j is None and bench.state.energy.residual_j is None
+
+
+# ---- with a real meter, and engines that do not tell
+
+
+def test_a_step_that_is_not_told_takes_what_the_table_says():
+    bench = Bench(models=[MODEL])
+    for name in ("a", "b"):
+        bench.submit(request(name))
+    bench.wait(10.0)
+    bench.token("a", "b")
+    engine, lut = bench.state.engines[MODEL.name], LUTS[MODEL.name]
+    clock_mhz, share_pct = bench.state.clock_mhz, engine.plan.sm_share_pct
+    decoded = tuple(en.StepOutput(request_id=bench.runs[r], token_ids=(7,)) for r in ("a", "b"))
+    done = en.StepDone(model=MODEL.name, plan_id=0, duration_ms=20.0, outputs=decoded)
+    told = with_joules(bench.state, engine, done)
+    power_w = lut.decode_power_w(clock_mhz, share_pct, 2, 101)
+    assert [output.energy_j for output in told.outputs] == pytest.approx([power_w * 0.02 / 2] * 2)
+    # beside the decode of one, the other's prompt of 500 tokens takes the time that it takes, at its power
+    mixed = (decoded[0], en.StepOutput(request_id=bench.runs["b"], prefilled_tokens=500))
+    told = with_joules(bench.state, engine, en.StepDone(MODEL.name, 0, 50.0, mixed))
+    decode_ms = lut.tbt_ms(clock_mhz, share_pct, 1, 101)
+    prefill_ms = lut.ttft_ms(clock_mhz, share_pct, 500)
+    decode_j, prefill_j = (output.energy_j for output in told.outputs)
+    assert decode_j / prefill_j == pytest.approx(decode_ms / prefill_ms)
+    decode_w = lut.decode_power_w(clock_mhz, share_pct, 1, 101)
+    prefill_w = lut.prefill_power_w(clock_mhz, share_pct, 500)
+    mean_w = (decode_w * decode_ms + prefill_w * prefill_ms) / (decode_ms + prefill_ms)
+    assert decode_j + prefill_j == pytest.approx(mean_w * 0.05)
+
+
+@pytest.mark.parametrize("wrong_by", [0.0, 0.1, -0.1])
+def test_an_idle_model_that_is_wrong_shows_in_the_residual(wrong_by):
+    """A device that draws more at rest than its model says; joules by a meter, as over NVML."""
+    bench, meter = Bench(models=[MODEL]), EnergyMeter(H100.power_cap_w)
+    real_w = H100.context_idle_w * (1.0 + wrong_by)
+    started_ms, unexplained_j = bench.now_ms, 0.0
+    for i in range(41):  # 10 s
+        now_ms = started_ms + 250.0 * i
+        meter.read(now_ms, 7_000.0 + real_w * i / 4.0, real_w)
+        counted = of(sampled(bench, meter.energy_j(now_ms), 250.0 if i else 0.0), ev.Count)
+        unexplained_j += sum(c.value for c in counted if c.name == "unexplained_energy_j")
+    assert bench.state.energy.residual_j == pytest.approx(10.0 * H100.context_idle_w * wrong_by, abs=1e-6)
+    assert unexplained_j == 0.0  # still less than the device can draw between two readings

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check sim-soak lint bench clean
+.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check sim-soak lint compiled bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,7 +54,19 @@ lint: setup  ## ruff, mypy, import rules
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_import_rules.py
 
-bench: setup  ## benchmarks; figures to build/bench.json (ONLY="gateway lut" for some)
+compiled: build/compiled/.done  ## build/compiled: the packages with their hot modules compiled (needs gcc; a minute)
+
+build/compiled/.done: deploy/compiled.py pyproject.toml $(shell find services shared sim -name '*.py') | setup
+	@echo "compiling into build/compiled (about a minute)"
+	@rm -rf build/compiled && mkdir -p build/compiled
+	@cp -r services shared sim pyproject.toml README.md build/compiled
+	@cp deploy/compiled.py build/compiled/setup.py
+	@cd build/compiled && ../../$(BIN)/python setup.py --quiet build_ext --inplace
+	@rm -rf build/compiled/build
+	@touch $@
+	@$(BIN)/python -m pytest -q tests/sim/test_compiled.py
+
+bench: setup compiled  ## benchmarks; figures to build/bench.json (ONLY="gateway lut" for some)
 	$(BIN)/python -m bench $(ONLY)
 
 clean:  ## remove what was built

@@ -7,6 +7,7 @@ virtual time, so that no two states are alike. ``local.one_request_p50_ms`` is f
 stand the paper's. All are processor time: a decision waits for nothing, and the machine may be shared.
 """
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,6 @@ from services.local_sched.core import LocalSchedCore
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.settings import LocalSettings
-from services.local_sched.state import State
 from shared import engine as en
 from shared import events as ev
 from shared.catalog import emulated_models
@@ -29,18 +29,22 @@ from sim.lengths import SHAREGPT
 PAPER_MS = {10: 0.0544, 25: 0.0612, 50: 0.0768, 100: 0.0942}
 """Table 3, local scheduler: latency by tasks."""
 MODELS, WARM_UP, DECISIONS = 4, 500, 2000
+IN_SERVICE, NEVER_MS = LocalSettings(), 1e15
 
 
 class Gpu:
     """A local scheduler and its device in virtual time, kept at a number of requests.
 
+    The core's own decisions are put off for ever, and made here at the times when they would be due.
     `decision_us` and `submit_us` are the times measured so far.
     """
 
     def __init__(self, tasks: int, models: int = MODELS) -> None:
         device = device_for("h100-80gb")
         self.models = sorted(emulated_models(16), key=lambda model: model.weight_bytes)[:models]
-        self.core = LocalSchedCore("gpu", "host", "emulated", device, LocalSettings(), 0.0)
+        never = LocalSettings(decision_interval_ms=NEVER_MS, replan_ms=NEVER_MS)
+        self.core = LocalSchedCore("gpu", "host", "emulated", device, never, 0.0)
+        self.core.state.decided_ms = 0.0
         self.device = EmulatedGpu(device, vocab=VocabSlice(token_ids=(5, 6, 7), eos_id=1))
         self.decision_us: list[float] = []
         self.submit_us: list[float] = []
@@ -56,12 +60,13 @@ class Gpu:
             ready = all(engine.state == "ready" for engine in self.core.state.engines.values())
             while ready and len(self.core.state.works) < self._tasks:
                 self._submit()
-            wakes = [at for at in (self.core.wake_ms, self.device.wake_ms) if at is not None]
-            self._now_ms = max(self._now_ms, min(wakes))
+            wakes = (self.core.wake_ms, self.device.wake_ms, self._decision_due_ms())
+            self._now_ms = max(self._now_ms, min([at for at in wakes if at is not None]))
             for event in self.device.advance(self._now_ms):
                 self._feed(event)
             if self.core.wake_ms is not None and self.core.wake_ms <= self._now_ms:
                 self._feed(ev.Tick())
+            self._decide()
 
     def _submit(self) -> None:
         prompt, answer = (
@@ -85,10 +90,14 @@ class Gpu:
         )
         started = time.thread_time()
         self._feed(submit)
+        self._decide()
         self.submit_us.append(1e6 * (time.thread_time() - started))
 
     def _feed(self, event: ev.Message | ev.Event) -> None:
-        for action in self.core.step(self._now_ms, event):
+        self._perform(self.core.step(self._now_ms, event))
+
+    def _perform(self, actions: list[ev.Action]) -> None:
+        for action in actions:
             if isinstance(action, en.Order):
                 self.device.order(self._now_ms, action)
             elif isinstance(action, ev.Send) and isinstance(action.message, ev.Tokens):
@@ -100,27 +109,31 @@ class Gpu:
                 )
                 self.core.step(self._now_ms, ev.Ack(gateway="gateway", acks=acks))
 
-    def decide(self, state: State, now_ms: float) -> list[ev.Action]:
-        """Take the place of `plans.decide`, and time it."""
+    def _decision_due_ms(self) -> float:
+        """Return when `plans.decision_due_ms` would have it in service."""
+        state = self.core.state
+        if state.work_changed:
+            return state.decided_ms + IN_SERVICE.decision_interval_ms
+        running = any(engine.running for engine in state.engines.values())
+        return state.decided_ms + IN_SERVICE.replan_ms if running else math.inf
+
+    def _decide(self) -> None:
+        """Decide if it is time, and time it."""
+        if self._decision_due_ms() > self._now_ms:
+            return
+        state = self.core.state
         started = time.thread_time()
-        actions = _decide(state, now_ms)
+        actions = plans.decide(state, self._now_ms)
         took_us = 1e6 * (time.thread_time() - started)
         if any(engine.running for engine in state.engines.values()):
             self.decision_us.append(took_us)
-        return actions
-
-
-_decide = plans.decide
+        self._perform(actions)
 
 
 def _played(tasks: int, models: int = MODELS) -> Gpu:
     """Return a GPU whose decisions have been timed."""
     gpu = Gpu(tasks, models)
-    plans.decide = gpu.decide
-    try:
-        gpu.play(WARM_UP + DECISIONS)
-    finally:
-        plans.decide = _decide
+    gpu.play(WARM_UP + DECISIONS)
     return gpu
 
 

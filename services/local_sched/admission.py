@@ -207,8 +207,8 @@ def score_of(state: State, now_ms: float, work: Work, prefill_ms: float) -> floa
     return batch.score(
         prefill_ms,
         work.due_ms - now_ms,
-        now_ms - work.runnable_ms,
         decode=False,
+        age_ms=now_ms - work.runnable_ms,
         beta=state.settings.beta,
         starvation_ms=state.settings.starvation_ms,
     )

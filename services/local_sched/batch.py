@@ -34,9 +34,9 @@ class Task(NamedTuple):
 def score(
     latency_ms: float,
     slack_ms: float,
-    age_ms: float = 0.0,
     *,
     decode: bool,
+    age_ms: float = 0.0,
     beta: float = 1.0,
     starvation_ms: float = 10_000.0,
 ) -> float:
@@ -50,8 +50,8 @@ def score(
     Args:
         latency_ms: profiled time of the task.
         slack_ms: deadline minus now.
-        age_ms: time since the task became runnable; only prefills age.
         decode: whether this is a decode step.
+        age_ms: time since the task became runnable; only prefills age.
         beta: weight of the age.
         starvation_ms: see above.
     """

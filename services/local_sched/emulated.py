@@ -68,9 +68,9 @@ class EmulatedGpu:
         self,
         device: Device,
         *,
+        vocab: VocabSlice,
         control_delay_ms: float = 3.0,
         elastic_kv: bool = True,
-        vocab: VocabSlice,
         output_length: Callable[[Request], int] | None = None,
         report_steps: int = 1,
     ) -> None:

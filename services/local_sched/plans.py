@@ -56,7 +56,7 @@ def decide(state: State, now_ms: float) -> list[Action]:
         if point.least_share_pct != engine.least_share_pct:
             engine.least_share_pct, state.summary_due = point.least_share_pct, True
         chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
-        here = (held & engine.running.keys() if held else held) | engine.frozen
+        here = held.intersection(engine.running) | engine.frozen
         plan = Plan(
             plan_id=engine.plan.plan_id if engine.plan else 0,
             held=here,

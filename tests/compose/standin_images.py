@@ -19,7 +19,7 @@ from docker_engine import DockerEngine, run
 
 from services.cli.pool import nats_server_argv
 
-INCLUDED = ("ca-certificates", "python3-venv", "redis-server", "prometheus", "wget")
+INCLUDED = ("ca-certificates", "python3-dev", "python3-venv", "redis-server", "prometheus", "wget")
 LEFT_OUT = ("./var/cache/apt/*.bin", "*.deb", "./usr/share/doc", "./usr/share/man", "./usr/share/locale")
 CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 ROOT_IMAGE = "festina-standin"

@@ -45,15 +45,15 @@ def test_equal_scores_are_ordered_by_key():
 
 def test_eq_4():
     assert score(20.0, 100.0, decode=True) == pytest.approx(0.2)
-    assert score(20.0, 100.0, 50.0, decode=True) == pytest.approx(0.2)  # beta is 0 for decodes
-    assert score(20.0, 100.0, 50.0, decode=False) == pytest.approx(0.4)
-    assert score(20.0, 100.0, 50.0, decode=False, beta=0.0) == pytest.approx(0.2)
+    assert score(20.0, 100.0, decode=True, age_ms=50.0) == pytest.approx(0.2)  # beta is 0 for decodes
+    assert score(20.0, 100.0, decode=False, age_ms=50.0) == pytest.approx(0.4)
+    assert score(20.0, 100.0, decode=False, age_ms=50.0, beta=0.0) == pytest.approx(0.2)
 
 
 def test_late_decodes_go_first_and_late_prefills_are_best_effort_but_age():
     late_decode = score(10.0, -5.0, decode=True)
     later_decode = score(10.0, -50.0, decode=True)
-    aged = score(10.0, 20.0, 100.0, decode=False)
+    aged = score(10.0, 20.0, decode=False, age_ms=100.0)
     tight = score(10.0, 11.0, decode=False)
     fresh_late = score(10.0, 0.0, decode=False)
     old_late = score(10.0, -30_000.0, decode=False)
@@ -62,4 +62,4 @@ def test_late_decodes_go_first_and_late_prefills_are_best_effort_but_age():
 
 
 def test_aged_prefills_with_less_slack_go_first():
-    assert score(10.0, 20.0, 100.0, decode=False) > score(10.0, 40.0, 100.0, decode=False)
+    assert score(10.0, 20.0, decode=False, age_ms=100.0) > score(10.0, 40.0, decode=False, age_ms=100.0)

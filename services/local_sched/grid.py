@@ -42,7 +42,19 @@ class Load(NamedTuple):
     step_interval_ms: float = 0.0
 
 
-Table = list[list[float]]
+class Table:
+    """Numbers over [share][clock]: an array, and lists of those rows that are read, for few are."""
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        self.numbers = numbers
+        self._rows: dict[int, list[float]] = {}
+
+    def __getitem__(self, share: int) -> list[float]:
+        """Return the row of a share."""
+        row = self._rows.get(share)
+        if row is None:
+            row = self._rows[share] = self.numbers[share].tolist()
+        return row
 
 
 class Profile(NamedTuple):
@@ -67,10 +79,8 @@ class Profile(NamedTuple):
 class _Phase(NamedTuple):
     """Time, and energy above static power, of one decode step or one prompt."""
 
-    ms: NDArray[Any]
-    dynamic_j: NDArray[Any]
-    ms_table: Table
-    dynamic_j_table: Table
+    ms: Table
+    dynamic_j: Table
 
 
 def coarse(number: float, digits: int) -> int:
@@ -88,7 +98,7 @@ class Grid:
         self._clocks_mhz = clocks_mhz
         self._shares_pct = lut.device.sm_sizes_pct
         self._point = (np.asarray(clocks_mhz)[:, None], np.asarray(self._shares_pct)[None, :])
-        self._zeros: Table = np.zeros((len(self._shares_pct), len(clocks_mhz))).tolist()
+        self._zeros = Table(np.zeros((len(self._shares_pct), len(clocks_mhz))))
         self._prompts: dict[float, _Phase] = {}
         self._steps: dict[tuple[int, float], _Phase] = {}
         self._decodes: dict[tuple[float, ...], tuple[Table, Table]] = {}
@@ -103,7 +113,7 @@ class Grid:
         if load.decodes:
             step = self._step(load.decodes, load.mean_context_tokens)
             work, energy = self._all_steps(step, load)
-            step_ms, work_ms, dynamic_j = step.ms_table, (work,), (energy,)
+            step_ms, work_ms, dynamic_j = step.ms, (work,), (energy,)
         if load.prefills:
             prefill_ms, slack_ms, work, energy = self._prefills(load.prefills)
             work_ms, dynamic_j = (*work_ms, work), (*dynamic_j, energy)
@@ -114,7 +124,7 @@ class Grid:
 
     def prefill_ms(self, clock: int, share: int, tokens: float) -> float:
         """Return the time of a prefill at one point, given by its place among clocks and shares."""
-        return self._prompt(tokens).ms_table[share][clock]
+        return self._prompt(tokens).ms[share][clock]
 
     def chunks_ms(self, clock: int, share: int, sizes: tuple[int, ...]) -> list[float]:
         """Return the times of prefills of several sizes at one point."""
@@ -130,14 +140,15 @@ class Grid:
         tokens, slack_ms = prefills[0]
         prompt = self._prompt(tokens)
         if len(prefills) == 1:
-            return prompt.ms_table, slack_ms, prompt.ms_table, prompt.dynamic_j_table
-        ms, part, dynamic_j = prompt.ms, prompt.ms / slack_ms, prompt.dynamic_j
+            return prompt.ms, slack_ms, prompt.ms, prompt.dynamic_j
+        ms, dynamic_j = prompt.ms.numbers, prompt.dynamic_j.numbers
+        part = ms / slack_ms
         for tokens, slack_ms in prefills[1:]:
             prompt = self._prompt(tokens)
-            ms = ms + prompt.ms
+            ms = ms + prompt.ms.numbers
             part = np.maximum(part, ms / slack_ms)
-            dynamic_j = dynamic_j + prompt.dynamic_j
-        return part.tolist(), 1.0, ms.tolist(), dynamic_j.tolist()
+            dynamic_j = dynamic_j + prompt.dynamic_j.numbers
+        return Table(part), 1.0, Table(ms), Table(dynamic_j)
 
     def _all_steps(self, step: _Phase, load: Load) -> tuple[Table, Table]:
         """Return time and energy of all decode steps of a load."""
@@ -145,8 +156,8 @@ class Grid:
         known = self._decodes.get(key)
         if known is None:
             steps = load.decode_steps
-            ms = np.maximum(step.ms, load.step_interval_ms) * steps
-            made = (ms.tolist(), (step.dynamic_j * steps).tolist())
+            ms = np.maximum(step.ms.numbers, load.step_interval_ms) * steps
+            made = (Table(ms), Table(step.dynamic_j.numbers * steps))
             known = _keep(self._decodes, key, made)
         return known
 
@@ -178,7 +189,7 @@ class Grid:
         dynamic_j: NDArray[Any] = np.zeros(ms.shape)
         if device.has_meter:
             dynamic_j = (power_w.T - device.static_w) * ms / 1e3
-        return _Phase(ms, dynamic_j, ms.tolist(), dynamic_j.tolist())
+        return _Phase(Table(ms), Table(dynamic_j))
 
 
 def _keep(known: dict[Any, Any], key: Any, answer: Any) -> Any:

@@ -10,7 +10,9 @@ energy. Energy decides. Clocks are named by their places, from the highest down.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from services.local_sched.divide import Division, divider_of, proportional
 from services.local_sched.grid import Grid, Profile
@@ -177,15 +179,16 @@ def _stretch(
     if end <= start:
         return []
     j_per_ms /= min(division.bandwidth, division.compute)
-    alone_ms: list[Iterable[float]] = []
-    dynamic_j: list[list[float]] = []
+    longest_ms: Any = None
+    total_j: Any = 0.0
     for profile, place in zip(profiles, places, strict=True):
-        parts_ms = [table[place][start:end] for table in profile.work_ms]
-        alone_ms.append(map(sum, zip(*parts_ms, strict=True)) if len(parts_ms) > 1 else parts_ms[0])
-        dynamic_j += [table[place][start:end] for table in profile.dynamic_j]
-    longest_ms = map(max, *alone_ms) if len(alone_ms) > 1 else alone_ms[0]
-    total_j = map(sum, zip(*dynamic_j, strict=True)) if len(dynamic_j) > 1 else dynamic_j[0]
-    energies_j = [j_per_ms * ms + j for ms, j in zip(longest_ms, total_j, strict=True)]
+        ms: Any = 0.0
+        for table in profile.work_ms:
+            ms = ms + table.numbers[place, start:end]
+        longest_ms = ms if longest_ms is None else np.maximum(longest_ms, ms)
+        for table in profile.dynamic_j:
+            total_j = total_j + table.numbers[place, start:end]
+    energies_j = (j_per_ms * longest_ms + total_j).tolist()
     return [Stretch(division.shares_pct, least.shares_pct, start, energies_j)]
 
 

@@ -14,10 +14,15 @@ class Order(Action, tag=True):
 
 
 class LoadEngine(Order):
-    """Load a model. `kv_pool_bytes` fixes its KV pool; 0 leaves it elastic (emulated engines only)."""
+    """Load a model. `kv_pool_bytes` fixes its KV pool; 0 leaves it elastic (emulated engines only).
+
+    `source` says where its weights are: in the memory of the ``host``, or on its ``disk``. A vLLM engine
+    reads files either way; where the page cache has them, that is host memory.
+    """
 
     model: ModelSpec
     kv_pool_bytes: int = 0
+    source: str = "host"
 
 
 class UnloadEngine(Order):

@@ -256,6 +256,19 @@ class ModelRemoved(Message):
     model: str
 
 
+class WeightsUsed(Message):
+    """A GPU has loaded a model; its weights came through the memory of its host, which may keep them."""
+
+    model: ModelSpec
+
+
+class HostWeights(Message):
+    """Whose weights a host has in memory, each by its specification's `digest`; on change, and regularly."""
+
+    host: str
+    specs: tuple[str, ...]
+
+
 class LutStored(Message):
     """The command line has put a look-up table into the store; who decides by it reads it from there."""
 

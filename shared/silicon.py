@@ -224,20 +224,28 @@ def idle_power_w(device: Device, state: str) -> float:
     return by_state[state]
 
 
+WEIGHT_CHUNK_BYTES = 64 << 20  # of the pinned stage that weights from disk go through: assumed
+
+
 def load_ms(device: Device, weight_bytes: int, source: str = "host") -> float:
     """Return the time to bring weights into the device and put them to work, in ms.
+
+    From disk they go through pinned host memory in chunks: one is copied to the device while the next is
+    read, so that what the slower of the two ways takes is followed by one chunk on the other.
 
     Args:
         source: ``disk``, ``host`` (memory) or ``peer`` (another device). Raises ConfigError for another.
     """
-    bytes_per_ms = {
-        "disk": device.disk_bytes_per_ms,
-        "host": device.host_bytes_per_ms,
-        "peer": device.peer_bytes_per_ms,
+    disk, host = device.disk_bytes_per_ms, device.host_bytes_per_ms
+    last_bytes = min(weight_bytes, WEIGHT_CHUNK_BYTES)
+    by_source = {
+        "disk": weight_bytes / min(disk, host) + last_bytes / max(disk, host),
+        "host": weight_bytes / host,
+        "peer": weight_bytes / device.peer_bytes_per_ms,
     }
-    if source not in bytes_per_ms:
-        raise ConfigError(f"unknown source of weights {source!r}; use one of: {', '.join(bytes_per_ms)}")
-    return device.activation_ms + weight_bytes / bytes_per_ms[source]
+    if source not in by_source:
+        raise ConfigError(f"unknown source of weights {source!r}; use one of: {', '.join(by_source)}")
+    return device.activation_ms + by_source[source]
 
 
 def transfer_ms(device: Device, sent_bytes: Any, link: str) -> Any:

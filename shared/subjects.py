@@ -81,6 +81,10 @@ ROUTES: dict[type[ev.Message], Route] = {
     ev.LutStored: Route(
         "festina.v1.evt.lut.{id}.stored", COMMAND_LINE, {GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL}
     ),
+    ev.WeightsUsed: Route("festina.v1.cmd.migrator.{id}.weights_used", LOCAL, {MIGRATOR: OWN}),
+    ev.HostWeights: Route(
+        "festina.v1.evt.host.{id}.weights", MIGRATOR, {GLOBAL: ALL, LOCAL: ALL, CONSOLIDATOR: ALL}
+    ),
     # moves; {id} is the reader's own id: a host for a migrator, a GPU for a local scheduler
     ev.Move: Route("festina.v1.cmd.migrator.{id}.move", CONSOLIDATOR, {MIGRATOR: OWN}),
     ev.HandOff: Route("festina.v1.cmd.migrator.{id}.hand_off", LOCAL, {MIGRATOR: OWN}),

@@ -203,7 +203,7 @@ class Checks:
             core = node.core
             if isinstance(core, GatewayCore) and core.inflight:
                 found.append((f"{node.ident} still has {core.inflight} requests", node.ident))
-            elif isinstance(core, MigratorCore) and core.wake_ms is not None:
+            elif isinstance(core, MigratorCore) and core.moving:
                 found.append((f"{node.ident} still has moves under way", node.ident))
             elif isinstance(core, GlobalSchedCore) and len(core._waiting):
                 found.append((f"{node.ident} still has requests waiting", core._waiting.models()[0]))

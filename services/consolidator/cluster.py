@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from services.consolidator.place import Room, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, is_outdated
+from shared.weights import HostCaches
 
 DRAINING = "draining"  # state of a GPU that takes no new work
 
@@ -24,6 +25,7 @@ class Cluster:
         self.drained: set[str] = set()
         self.resting: set[str] = set()
         self.prefill: set[str] = set()
+        self.caches = HostCaches()
         self._by_model: dict[str, list[Instance]] = {}
         self._by_gpu: dict[str, list[Instance]] = {}
 

@@ -81,7 +81,7 @@ class ConsolidatorCore:
         """Take one event and return the orders that follow."""
         orders = self._orders or self._start(now_ms)
         # Summaries of known GPUs come many a second: only what they change for that GPU is looked at. So do
-        # ends of requests: what they change is looked at with the next tick.
+        # ends of requests and news of hosts: what they change is looked at with the next tick.
         only_gpu = ""
         if isinstance(event, ev.SummaryChanged) and event.summary.gpu in self._cluster.summaries:
             only_gpu = event.summary.gpu
@@ -101,7 +101,7 @@ class ConsolidatorCore:
             return actions
         if only_gpu and self._planned:
             return orders.for_gpu(now_ms, only_gpu, self._placement.version)
-        if isinstance(event, ev.RequestEnded) and self._planned:
+        if isinstance(event, ev.RequestEnded | ev.HostWeights) and self._planned:
             return []
         if isinstance(event, ev.ScaleOut):
             actions += self._upkeep.scale_out(now_ms, event)
@@ -178,6 +178,8 @@ class ConsolidatorCore:
                 self._upkeep.asked_for(now_ms, name)
             case ev.RequestEnded(model=name) if name in cluster.models:
                 self._consolidation.windows.note(now_ms, event)
+            case ev.HostWeights():
+                cluster.caches.hear(now_ms, event)
             case ev.LutRead(packed=packed):
                 self._consolidation.shelf.put(unpack(packed))
             case ev.Drain(gpu=gpu, on=on):

@@ -95,6 +95,9 @@ class GlobalSchedCore:
             case ev.PlacementChanged(placement=placement):
                 self._fleet.place(placement)
                 return []
+            case ev.HostWeights():
+                self._fleet.caches.hear(now_ms, event)
+                return []
             case ev.ModelRegistered(model=model):
                 self._fleet.register(model)
                 return []

@@ -15,6 +15,7 @@ from shared.errors import ConfigError
 from shared.lut import Lut
 from shared.model import GpuSummary, ModelSpec, Placement, is_outdated
 from shared.shelf import Shelf
+from shared.weights import HostCaches
 
 FEW = 8
 """So many GPUs are looked at one by one: that takes no longer than a search, and nothing need be kept."""
@@ -54,6 +55,7 @@ class Fleet:
         self.view = ClusterView(
             scheduler, settings.stale_after_ms, settings.forget_after_ms, settings.reservation_ttl_ms
         )
+        self.caches = HostCaches()
         self.models: dict[str, ModelSpec] = {}
         self._placement = Placement(version=0)
         self._placed: dict[str, set[str]] = {}

@@ -77,6 +77,7 @@ class LocalSchedCore:
             ev.Abort: ends.abort,
             ev.Load: engines.load,
             ev.Unload: engines.unload,
+            ev.HostWeights: engines.hear_weights,
             ev.Prepare: live.prepare,
             ev.StageKv: live.stage,
             ev.Reserve: grants.reserve,

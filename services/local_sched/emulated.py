@@ -359,7 +359,7 @@ class EmulatedGpu:
         elif needed > free:
             reason = f"out of memory: weights and KV pool take {needed} bytes, {free} are free"
         else:
-            took_ms = float(load_ms(self.device, model.weight_bytes, "host"))
+            took_ms = float(load_ms(self.device, model.weight_bytes, order.source))
             self._engines[model.name] = Engine(model, order.kv_pool_bytes, took_ms, now_ms + took_ms)
             return
         events.append(EngineEnded(model=model.name, reason=reason))

@@ -10,7 +10,7 @@ from services.local_sched.energy import IDLE, OVERHEAD
 from services.local_sched.moves import DESTINATION
 from services.local_sched.state import Engine, State
 from shared.engine import EngineEnded, EngineReady, LoadEngine, UnloadEngine
-from shared.events import Action, Count, Load, Unload
+from shared.events import Action, Count, HostWeights, Load, Send, Unload, WeightsUsed
 from shared.model import ModelSpec
 
 EMULATED = "emulated"
@@ -36,7 +36,7 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
 
 def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
     lut, settings = state.lut(spec), state.settings
-    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * lut.load_ms())
+    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * lut.load_ms("disk"))
     engine = Engine(spec=spec, lut=lut, used_ms=now_ms, load_due_ms=now_ms + limit_ms)
     state.engines[spec.name] = engine
     pool_bytes = state.kv_pool_bytes
@@ -47,7 +47,8 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
         reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
     else:
         _note_rest(state, now_ms)
-        return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes)]
+        engine.source = state.caches.source(now_ms, state.host, spec)
+        return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes, source=engine.source)]
     engine.state, engine.reason = "failed", reason
     return [Count(name="loads_failed", labels={"model": spec.name})]
 
@@ -71,6 +72,13 @@ def unload(state: State, now_ms: float, event: Unload) -> list[Action]:
     return [UnloadEngine(model=event.model)]
 
 
+def hear_weights(state: State, now_ms: float, event: HostWeights) -> list[Action]:
+    """Note whose weights a host has in memory: a load begins from there."""
+    if event.host == state.host:
+        state.caches.hear(now_ms, event)
+    return []
+
+
 def busy(state: State, model: str) -> bool:
     """Say whether a request of a model runs, waits, or may arrive here by a move."""
     here = any(work.request.model == model for work in state.works.values())
@@ -87,7 +95,10 @@ def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
     engine.state, engine.used_ms, engine.progress_ms = "ready", now_ms, now_ms
     _note_rest(state, now_ms)
     state.changed()
-    return [Count(name="loads", labels={"model": event.model})]
+    return [
+        Send(to=state.host, message=WeightsUsed(model=engine.spec)),
+        Count(name="loads", labels={"model": event.model, "source": engine.source}),
+    ]
 
 
 def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:

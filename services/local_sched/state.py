@@ -16,6 +16,7 @@ from shared.devices import Device
 from shared.lut import Lut
 from shared.model import ModelSpec, Plan
 from shared.shelf import Shelf
+from shared.weights import HostCaches
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Engine:
         inside: what the last summary found to run in it, after the tally and the pace of then.
         least_share_pct: the least SM share that meets its deadlines, as of the last decision.
         step_ms: smoothed time of its decode steps; 0 before the first.
+        source: where its weights were loaded from, as in `LoadEngine`.
         load_again: it is to be loaded again as soon as it is unloaded.
         load_due_ms: when it counts as hung if it is still loading.
         progress_ms: when it last got on, or had nothing to get on with.
@@ -51,6 +53,7 @@ class Engine:
     inside: tuple[Tally | None, float, Inside] | None = None
     least_share_pct: int = 0
     step_ms: float = 0.0
+    source: str = "disk"
     load_again: bool = False
     load_due_ms: float = math.inf
     progress_ms: float = -math.inf
@@ -134,6 +137,7 @@ class State:
     elastic_kv: bool
     energy: EnergyBook
     moves: Moves = field(default_factory=Moves)
+    caches: HostCaches = field(default_factory=HostCaches)
     engines: dict[str, Engine] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     queue: dict[str, Work] = field(default_factory=dict)

@@ -47,3 +47,15 @@ class CloseStage(Action):
 
     stage: str
     host: str
+
+
+class KeepWeights(Action):
+    """Read a folder of weights into the host's memory, if it is not there yet, and keep it there."""
+
+    folder: str
+
+
+class DropWeights(Action):
+    """Give back the host memory that a folder of weights takes."""
+
+    folder: str

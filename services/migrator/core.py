@@ -52,13 +52,14 @@ from services.migrator.run import (
     Run,
 )
 from services.migrator.settings import MigratorSettings
+from services.migrator.weights import Weights
 from shared import events as ev
 
 ANY = "*"  # as request id of a step: whichever the source gives out
 
 
 class MigratorCore:
-    """Carries out the moves off the GPUs of one host.
+    """Carries out the moves off the GPUs of one host, and knows whose weights are in its memory.
 
     Args:
         migrator: id of the host.
@@ -72,13 +73,21 @@ class MigratorCore:
         self._known: dict[str, None] = {}  # ids of moves taken, oldest first
         self._read: dict[str, tuple[float, CloseStage]] = {}  # by step id: stages that a destination reads
         self._bus_lost = False
+        self.weights = Weights(migrator, settings.weight_cache_bytes)
+
+    @property
+    def moving(self) -> bool:
+        """Whether a move is under way, or a stage is still read."""
+        return bool(self._runs or self._waiting or self._read)
 
     @property
     def wake_ms(self) -> float | None:
-        """When the next step has gone unanswered for too long, or a stage unread."""
+        """When the next step has gone unanswered for too long, or a stage unread, or news are due."""
         due_ms = [due_ms for due_ms, _ in self._read.values()]
         if not self._bus_lost:
             due_ms += [run.due_ms for run in self._runs.values()]
+            if (beat_ms := self.weights.wake_ms) is not None:
+                due_ms.append(beat_ms)
         return min(due_ms, default=None)
 
     def step(self, now_ms: float, event: ev.Message | ev.Event) -> list[ev.Action]:
@@ -116,6 +125,8 @@ class MigratorCore:
                     actions = self._committed(now_ms, run)
             case ev.KvLoaded(move_id=step_id) if step_id in self._read:
                 actions = [self._read.pop(step_id)[1]]
+            case ev.WeightsUsed(model=model):
+                actions = self.weights.used(now_ms, model)
             case ev.Tick():
                 actions = self._expire(now_ms)
             case ev.BusLost():
@@ -256,6 +267,7 @@ class MigratorCore:
         actions: list[ev.Action] = [self._read.pop(step_id)[1] for step_id in unread]
         if self._bus_lost:
             return actions
+        actions += self.weights.beat(now_ms)
         for run in [run for run in self._runs.values() if run.due_ms <= now_ms]:
             if run.stage == COMMIT and run.tries < self._host.settings.commit_tries:
                 run.tries += 1

@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 
-from services.migrator.actions import CloseStage, OpenStage, SendChunk
+from services.migrator.actions import CloseStage, DropWeights, KeepWeights, OpenStage, SendChunk
 from services.migrator.carrier import Carrier
 from services.migrator.core import MigratorCore
 from services.migrator.link import Links
 from services.migrator.receiver import Receiver
 from services.migrator.settings import LinkSettings, MigratorSettings
 from services.migrator.stages import Stages
+from services.migrator.weight_files import WeightFiles
+from services.migrator.weights import Weights
 from shared.config import Common, load
 from shared.errors import Unavailable
 from shared.model import HostAddress
@@ -38,24 +40,27 @@ async def serve(
         settings = msgspec.structs.replace(settings, network_bytes_s=0.0)
     stages = Stages(shell.ident, where)
     receiver, links = Receiver(stages, link), Links(shell.ident, stages.folder, link)
+    files, core = WeightFiles(), MigratorCore(shell.ident, settings)
     carrier = Carrier(stages, links, lambda host: _address(shell, host), shell.heard)
     async with contextlib.AsyncExitStack() as after:
         after.callback(stages.close)
         after.push_async_callback(receiver.close)
         after.push_async_callback(carrier.close)
+        after.push_async_callback(files.close)
         after.push_async_callback(shell.close)
         await receiver.start()
         await shell.open()
         performers: dict[type, Callable[[Any], None]]
         performers = {OpenStage: carrier.open, SendChunk: carrier.send, CloseStage: carrier.free}
-        await shell.start(MigratorCore(shell.ident, settings), performers)
-        heart = asyncio.create_task(_beat(shell, stages, receiver.address))
+        performers |= {KeepWeights: files.keep, DropWeights: files.drop}
+        await shell.start(core, performers)
+        heart = asyncio.create_task(_beat(shell, stages, core.weights, receiver.address))
         after.callback(heart.cancel)
         return await wait_for_stop(shell, stop)
 
 
-async def _beat(shell: Shell, stages: Stages, address: str) -> None:
-    """Tell others where KV is taken in, and show what the stages take."""
+async def _beat(shell: Shell, stages: Stages, weights: Weights, address: str) -> None:
+    """Tell others where KV is taken in, and show what the stages and the weights take."""
     while True:
         if address:
             here = HostAddress(host=shell.ident, address=address)
@@ -63,6 +68,8 @@ async def _beat(shell: Shell, stages: Stages, address: str) -> None:
         shell.metrics.show("stages", {}, len(stages.pool.stages))
         shell.metrics.show("stage_bytes", {}, stages.pool.taken_bytes)
         shell.metrics.show("stage_fragmentation", {}, stages.pool.fragmentation)
+        shell.metrics.show("cached_weight_bytes", {}, weights.cache.taken_bytes)
+        shell.metrics.show("cached_models", {}, len(weights.cache.kept))
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -22,6 +22,8 @@ class MigratorSettings(Struct):
         network_bytes_s: the same to another host; 0: KV does not travel there, contexts are computed again.
         max_moves: moves under way at once.
         max_waiting: moves that wait for one of those to end; more are refused.
+        weight_cache_bytes: host memory for weights of models that were loaded (an eighth of what a host with
+            eight GPUs has); 0 keeps none, and nothing is told of any.
         max_remembered: ended moves remembered, so that a repeated order is not carried out twice.
     """
 
@@ -35,10 +37,12 @@ class MigratorSettings(Struct):
     network_bytes_s: float = 0.0
     max_moves: int = 64
     max_waiting: int = 1_024
+    weight_cache_bytes: int = 256 << 30
     max_remembered: int = 4_096
 
     def __post_init__(self) -> None:
-        require_positive(self, tuple(name for name in self.__struct_fields__ if name != "network_bytes_s"))
+        may_be_0 = ("network_bytes_s", "weight_cache_bytes")
+        require_positive(self, tuple(name for name in self.__struct_fields__ if name not in may_be_0))
 
 
 class LinkSettings(Struct):

@@ -65,7 +65,7 @@ class Pool:
         self.wait(2_000.0)
 
     def start_migrator(self) -> None:
-        chosen = MigratorSettings(chunk_bytes=8 * BLOCK_BYTES, host_bytes_s=1e12)
+        chosen = MigratorSettings(chunk_bytes=8 * BLOCK_BYTES, host_bytes_s=1e12, weight_cache_bytes=0)
         self.migrator = MigratorCore("host", chosen)
         self.lives = getattr(self, "lives", 0) + 1
 

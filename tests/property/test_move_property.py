@@ -200,7 +200,7 @@ class Migrator:
     """The core, and a shell of a few lines."""
 
     def __init__(self, world: World, dies_ms: float) -> None:
-        self.core = MigratorCore("host", MigratorSettings())
+        self.core = MigratorCore("host", MigratorSettings(weight_cache_bytes=0))
         self.world = world
         self.dies_ms = dies_ms
         self.ended: list[str] = []

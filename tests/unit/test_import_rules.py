@@ -63,6 +63,7 @@ SHELL_FILES = {
     "services/migrator/stages.py",
     "services/migrator/tasks.py",
     "services/migrator/transport_tcp.py",
+    "services/migrator/weight_files.py",
     "sim/cli.py",
     "sim/collector.py",
     "sim/figures.py",

@@ -32,7 +32,7 @@ def move(move_id: str = "mv", request_id: str = "r1") -> ev.Move:
 
 
 def core(**settings: Any) -> MigratorCore:
-    return MigratorCore("host", MigratorSettings(**settings))
+    return MigratorCore("host", MigratorSettings(weight_cache_bytes=0, **settings))
 
 
 def sent(actions: list[ev.Action]) -> list[tuple[str, ev.Message]]:

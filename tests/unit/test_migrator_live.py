@@ -19,7 +19,7 @@ class Lab:
 
     def __init__(self, request_id: str = "r1", host: str = "", **settings: Any) -> None:
         chosen = {"chunk_bytes": 4 * BLOCK, "network_bytes_s": 1e9, **settings}
-        self.core = MigratorCore("host", MigratorSettings(**chosen))
+        self.core = MigratorCore("host", MigratorSettings(weight_cache_bytes=0, **chosen))
         self.now_ms = 0.0
         self.said: list[ev.Action] = []
         move = ev.Move(

@@ -36,7 +36,7 @@ def run() -> dict[str, float]:
         demands += [replace(demand, model=f"{demand.model} {number}") for demand in copies]
     phase_one_s = time.perf_counter() - started
     names = sorted({demand.model for demand in demands})
-    bytes_of = {name: int(draw.integers(6 * 10**9, 30 * 10**9)) for name in names}
+    load_ms = {name: 200.0 + float(draw.uniform(6e9, 30e9)) / 6e6 for name in names}
     homes = draw.integers(GPUS, size=len(names))
     holds = {
         f"gpu-{g}": [name for name, home in zip(names, homes, strict=True) if home == g] for g in range(GPUS)
@@ -46,7 +46,8 @@ def run() -> dict[str, float]:
         started = time.perf_counter()
         *_, groups = groupings(demands, GPUS, capacity)
         assert groups is not None, "the workload must fit"
-        plan: Plan = assigned(groups, holds, bytes_of, device, 0.0)
+        of_gpu, wake_ms = dict.fromkeys(holds, load_ms), dict.fromkeys(holds, 0.0)
+        plan: Plan = assigned(groups, holds, of_gpu, wake_ms, device, 0.0)
         times_s.append(time.perf_counter() - started)
     return {
         "plan.1000_gpus_2000_models_s": min(times_s),

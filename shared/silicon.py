@@ -264,17 +264,16 @@ def transfer_ms(device: Device, sent_bytes: Any, link: str) -> Any:
     return device.link_setup_ms + sent_bytes / bytes_per_ms[link]
 
 
-def wake_ms(device: Device, weight_bytes: int, state: str) -> float:
-    """Return the time from a device's state until a model of this size can run on it, in ms.
+def wake_ms(device: Device, state: str) -> float:
+    """Return the time from a device's state until it can begin to load a model, in ms.
 
     Args:
-        state: ``active``, ``warm`` or ``draining`` (weights in place: 0), ``sleeping`` (in host memory),
-            ``cold`` (no context; weights on disk) or ``off`` (no power). Raises ConfigError for another.
+        state: ``active``, ``warm``, ``draining`` or ``sleeping`` (a process holds a context: 0), ``cold``
+            (one has to be started) or ``off`` (no power, either). Raises ConfigError for another.
     """
-    by_state = dict.fromkeys(("active", "warm", "draining"), 0.0)
-    by_state["sleeping"] = load_ms(device, weight_bytes, "host")
-    by_state["cold"] = device.context_start_ms + load_ms(device, weight_bytes, "disk")
-    by_state["off"] = device.power_on_ms + by_state["cold"]
+    by_state = dict.fromkeys(("active", "warm", "draining", "sleeping"), 0.0)
+    by_state["cold"] = device.context_start_ms
+    by_state["off"] = device.power_on_ms + device.context_start_ms
     if state not in by_state:
         raise ConfigError(f"unknown device state {state!r}; use one of: {', '.join(by_state)}")
     return by_state[state]

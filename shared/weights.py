@@ -17,7 +17,15 @@ class HostCaches:
         """Take what a host's migrator tells."""
         self._known[news.host] = (now_ms, frozenset(news.specs))
 
+    def hosts(self, now_ms: float, model: ModelSpec) -> set[str]:
+        """Return the hosts that have a model's weights in memory. Cost: linear in the hosts."""
+        spec = digest(model)
+        return {
+            host
+            for host, (heard_ms, specs) in self._known.items()
+            if spec in specs and now_ms - heard_ms < FORGOTTEN_AFTER_MS
+        }
+
     def source(self, now_ms: float, host: str, model: ModelSpec) -> str:
         """Return where a load on that host takes its weights from: its memory (``host``), or ``disk``."""
-        heard_ms, specs = self._known.get(host, (-FORGOTTEN_AFTER_MS, frozenset()))
-        return "host" if digest(model) in specs and now_ms - heard_ms < FORGOTTEN_AFTER_MS else "disk"
+        return "host" if host in self.hosts(now_ms, model) else "disk"

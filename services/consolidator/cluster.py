@@ -1,10 +1,13 @@
 """What the consolidator knows: models, GPUs by their summaries, and the instances that are to be."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
 
 from services.consolidator.place import Room, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
+from shared.devices import DEVICES, Device
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, is_outdated
+from shared.silicon import load_ms, wake_ms
 from shared.weights import HostCaches
 
 DRAINING = "draining"  # state of a GPU that takes no new work
@@ -126,6 +129,51 @@ class Cluster:
                 return self.need_bytes(gpu, model) <= self.free_bytes(gpu, self.loaded_on(gpu))
         return False
 
+    # ---- how soon a model can run
+
+    def near(self, now_ms: float, model: ModelSpec) -> dict[str, float]:
+        """Return -1 for each GPU whose host has a model's weights in memory: a load there is the sooner."""
+        hosts = self.caches.hosts(now_ms, model)
+        return (
+            {gpu: -1.0 for gpu, summary in self.summaries.items() if summary.host in hosts} if hosts else {}
+        )
+
+    def start_ms(self, now_ms: float, model: ModelSpec) -> dict[str, float]:
+        """Return for each GPU the time until a model could run there: to wake it, and to load."""
+        times = self.loads_ms(now_ms, self.summaries, [model])
+        return {gpu: self.wake_ms(gpu) + loads[model.name] for gpu, loads in times.items()}
+
+    def wake_ms(self, gpu: str) -> float:
+        """Return the time until a GPU can begin to load."""
+        summary = self.summaries[gpu]
+        device = DEVICES.get(summary.gpu_type)
+        return wake_ms(device, summary.state) if device else math.inf  # a type unknown to this version
+
+    def loads_ms(
+        self, now_ms: float, gpus: Iterable[str], models: Collection[ModelSpec]
+    ) -> dict[str, Mapping[str, float]]:
+        """Return by GPU and model the time of a load, once the GPU is awake.
+
+        GPUs of one host and type have one and the same mapping.
+        """
+        near: dict[str, set[str]] = {}  # by host, the models it has in memory
+        for model in models:
+            for host in self.caches.hosts(now_ms, model):
+                near.setdefault(host, set()).add(model.name)
+        found: dict[tuple[str, str], Mapping[str, float]] = {}
+        by_type: dict[str, tuple[dict[str, float], dict[str, float]]] = {}
+        times: dict[str, Mapping[str, float]] = {}
+        for gpu in gpus:
+            host, gpu_type = self.summaries[gpu].host, self.summaries[gpu].gpu_type
+            if gpu_type not in by_type:
+                device = DEVICES.get(gpu_type)
+                by_type[gpu_type] = (_loads_ms(device, models, "disk"), _loads_ms(device, models, "host"))
+            if (host, gpu_type) not in found:
+                from_disk, from_host = by_type[gpu_type]
+                found[host, gpu_type] = from_disk | {name: from_host[name] for name in near.get(host, ())}
+            times[gpu] = found[host, gpu_type]
+        return times
+
     # ---- memory
 
     def need_bytes(self, gpu: str, model: str) -> int:
@@ -158,3 +206,8 @@ class Cluster:
                 free_bytes = self.free_bytes(gpu, sorted(there))
                 rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self.kv_bytes(gpu)))
         return rooms
+
+
+def _loads_ms(device: Device | None, models: Iterable[ModelSpec], source: str) -> dict[str, float]:
+    """Return by model the time of a load; endless on a type of GPU that this version does not know."""
+    return {m.name: load_ms(device, m.weight_bytes, source) if device else math.inf for m in models}

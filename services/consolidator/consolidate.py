@@ -202,8 +202,9 @@ class Consolidation:
                 break
             if self._holds(list(holds)) != holds:
                 continue
-            bytes_of = {model: need.spec.weight_bytes for model, need in needs.items()}
-            plan = assigned(groups, holds, bytes_of, device, self._empty_w(device))
+            load_ms = self._cluster.loads_ms(self._now_ms, holds, [need.spec for need in needs.values()])
+            wake_ms = {gpu: self._cluster.wake_ms(gpu) for gpu in holds}
+            plan = assigned(groups, holds, load_ms, wake_ms, device, self._empty_w(device))
             if not self._pays(as_it_is, plan, device):
                 break
             if not self._can_follow(holds, needs, plan):

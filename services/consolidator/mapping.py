@@ -6,35 +6,37 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-WAKE_MS = 1.0  # what an empty GPU costs beside a used one, where all else is equal
+LEAST_WAKE_MS = 1.0  # what an empty GPU costs beside a used one, where all else is equal
 
 
 def costs_ms(
     holds: Sequence[Collection[str]],
     groups: Sequence[Collection[str]],
-    bytes_of: Mapping[str, int],
-    bytes_per_ms: Sequence[float],
+    load_ms: Sequence[Mapping[str, float]],
+    wake_ms: Sequence[float],
 ) -> NDArray[np.float64]:
-    """Return the time to bring each group (column) to each GPU (row): bytes it lacks over its bandwidth.
+    """Return the time to bring each group (column) to each GPU (row): to wake it, and to load what it lacks.
 
     Args:
         holds: the models that each GPU has.
         groups: the models that are to be together.
-        bytes_of: weights and moved state of each model.
-        bytes_per_ms: bandwidth into each GPU.
+        load_ms: of each model, by GPU. Those for which it is one and the same object are looked at once.
+        wake_ms: by GPU, the time until it can begin.
     """
-    whole = np.array([sum(bytes_of[model] for model in group) for group in groups], float)
+    whole_of: dict[int, NDArray[np.float64]] = {}
+    for times in load_ms:
+        if id(times) not in whole_of:
+            whole_of[id(times)] = np.array([sum(times[model] for model in group) for group in groups], float)
     column_of: dict[str, list[int]] = {}
     for column, group in enumerate(groups):
         for model in group:
             column_of.setdefault(model, []).append(column)
-    missing = np.tile(whole, (len(holds), 1))
+    costs = np.array([whole_of[id(times)] for times in load_ms])
     for row, held in enumerate(holds):
         for model in held:
             for column in column_of.get(model, ()):
-                missing[row, column] -= bytes_of[model]
-    empty = np.array([not held for held in holds])
-    costs: NDArray[np.float64] = missing / np.array(bytes_per_ms, float)[:, None] + WAKE_MS * empty[:, None]
+                costs[row, column] -= load_ms[row][model]
+        costs[row] += wake_ms[row] + (0.0 if held else LEAST_WAKE_MS)
     return costs
 
 

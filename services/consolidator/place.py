@@ -4,7 +4,7 @@ Worst fit puts the largest model where most memory is left, so that what remains
 GPUs. It is a heuristic: it may leave a model out that a cleverer packing would have fitted.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shared.model import ModelSpec
@@ -49,7 +49,13 @@ def usable_bytes(total_bytes: int, safety_margin: float) -> int:
     return int(total_bytes * (1.0 - safety_margin))
 
 
-def place(models: Iterable[ModelSpec], rooms: Iterable[Room]) -> dict[str, str]:
+Order = Callable[[ModelSpec], Mapping[str, float]]
+"""By model, which GPUs come first, whatever their room: those with the least number; unnamed ones have 0."""
+
+
+def place(
+    models: Iterable[ModelSpec], rooms: Iterable[Room], order: Order = lambda model: {}
+) -> dict[str, str]:
     """Return the GPU of each model that fits, by worst-fit decreasing; the others are left out.
 
     Only GPUs of the model's engine kind count. Ties go to the first by name, so the result does not depend on
@@ -64,24 +70,30 @@ def place(models: Iterable[ModelSpec], rooms: Iterable[Room]) -> dict[str, str]:
             for gpu, room in room_of.items()
             if room.engine == model.engine
         }
-        gpu = min(left_bytes, key=lambda g: (-left_bytes[g], g), default=None)
-        if gpu is not None and left_bytes[gpu] >= 0:
+        fits = [gpu for gpu, bytes_left in left_bytes.items() if bytes_left >= 0]
+        first = order(model)
+        gpu = min(fits, key=lambda g: (first.get(g, 0.0), -left_bytes[g], g), default=None)
+        if gpu is not None:
             chosen[model.name] = gpu
             free_bytes[gpu] = left_bytes[gpu]
     return chosen
 
 
 def evict(
-    model: ModelSpec, rooms: Iterable[Room], idle: Mapping[str, Collection[IdleModel]]
+    model: ModelSpec,
+    rooms: Iterable[Room],
+    idle: Mapping[str, Collection[IdleModel]],
+    order: Order = lambda model: {},
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the GPU where unloading idle models makes room for `model`, and those idle models; else None.
 
     Where more models are in use than fit, whatever is unloaded will be asked for again; so the victims are
     those by which fewest requests a second are missed, which are few, large and rarely used models. Of equal
-    ones the longest idle leave first, and the best GPU is the one whose most recently used victim has been
-    idle longest, then the one with fewer victims.
+    ones the longest idle leave first, and the best GPU is the first by `order`, then the one whose most
+    recently used victim has been idle longest, then the one with fewer victims.
     """
-    best: tuple[float, float, int, str, tuple[str, ...]] | None = None
+    best: tuple[float, float, float, int, str, tuple[str, ...]] | None = None
+    first = order(model)
     for room in rooms:
         victims = _victims(room.need_bytes(model) - room.free_bytes, idle.get(room.gpu, ()))
         if victims is None:
@@ -89,10 +101,10 @@ def evict(
         missed_per_s = sum(victim.rate_per_s for victim in victims)
         least_idle_ms = min((victim.idle_ms for victim in victims), default=float("inf"))
         names = tuple(victim.model for victim in victims)
-        offer = (missed_per_s, -least_idle_ms, len(victims), room.gpu, names)
+        offer = (missed_per_s, first.get(room.gpu, 0.0), -least_idle_ms, len(victims), room.gpu, names)
         if best is None or offer < best:
             best = offer
-    return best and best[3:]
+    return best and best[4:]
 
 
 def _victims(missing_bytes: int, idle: Iterable[IdleModel]) -> list[IdleModel] | None:

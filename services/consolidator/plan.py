@@ -105,7 +105,8 @@ def groupings(
 def assigned(
     groups: Sequence[Sequence[Demand]],
     holds: Mapping[str, Sequence[str]],
-    bytes_of: Mapping[str, int],
+    load_ms: Mapping[str, Mapping[str, float]],
+    wake_ms: Mapping[str, float],
     device: Device,
     empty_w: float,
 ) -> Plan:
@@ -113,13 +114,14 @@ def assigned(
 
     Args:
         holds: by GPU, the models that it has now; there are no more groups than GPUs.
-        bytes_of: what has to be sent for each model.
+        load_ms: by GPU and model, the time to load.
+        wake_ms: by GPU, the time until it can begin to.
         empty_w: power of a GPU without a model.
     """
     names = [[demand.model for demand in group] for group in groups]
     gpus = list(holds)
-    bandwidths = [device.host_bytes_per_ms] * len(gpus)
-    costs = costs_ms([holds[gpu] for gpu in gpus], names, bytes_of, bandwidths)
+    loads_ms, wakes_ms = [load_ms[gpu] for gpu in gpus], [wake_ms[gpu] for gpu in gpus]
+    costs = costs_ms([holds[gpu] for gpu in gpus], names, loads_ms, wakes_ms)
     chosen = assign(costs)
     return Plan(
         on_gpu={gpus[row]: names[column] for column, row in enumerate(chosen)},

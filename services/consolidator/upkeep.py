@@ -4,12 +4,13 @@ It changes as little as each event takes, by memory alone; `consolidate.py` look
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 from services.consolidator import apart
 from services.consolidator.cluster import Cluster
 from services.consolidator.consolidate import Consolidation
 from services.consolidator.orders import is_busy
-from services.consolidator.place import IdleModel, Room, evict, place
+from services.consolidator.place import IdleModel, Order, Room, evict, place
 from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.model import Instance, ModelSpec
@@ -80,8 +81,9 @@ class Upkeep:
         if now_ms < self._gather_until_ms:
             return
         models = self._cluster.models
+        near = partial(self._cluster.near, now_ms)
         absent = [models[m] for m in self._to_place & models.keys() if not self._cluster.of_model(m)]
-        for name, gpu in self._place(absent, self._cluster.rooms()).items():
+        for name, gpu in self._place(absent, self._cluster.rooms(), near).items():
             self._add(name, gpu)
         self._to_place.clear()
         if self._set.prefill_part:
@@ -107,18 +109,19 @@ class Upkeep:
         if any(self._consolidation.spread(now_ms, gpu) for gpu in gpus):
             self._scaled_ms[name] = now_ms
             return [ev.Count(name="scale_outs", labels={"outcome": "spread"})]
-        chosen = place([self._cluster.models[name]], self._cluster.rooms(without=name))
+        rooms, near = self._cluster.rooms(without=name), partial(self._cluster.near, now_ms)
+        chosen = place([self._cluster.models[name]], rooms, near)
         if chosen:
             self._scaled_ms[name] = now_ms
             self._add(name, chosen[name])
         return [ev.Count(name="scale_outs", labels={"outcome": "added" if chosen else "no_room"})]
 
-    def _place(self, models: Iterable[ModelSpec], rooms: Collection[Room]) -> dict[str, str]:
+    def _place(self, models: Iterable[ModelSpec], rooms: Collection[Room], order: Order) -> dict[str, str]:
         """Find GPUs for models: used ones first, those that consolidation has emptied last."""
         wanted = list(models)
-        chosen = place(wanted, [room for room in rooms if room.gpu not in self._cluster.resting])
+        chosen = place(wanted, [room for room in rooms if room.gpu not in self._cluster.resting], order)
         left = [model for model in wanted if model.name not in chosen]
-        return chosen | place(left, [room for room in rooms if room.gpu in self._cluster.resting])
+        return chosen | place(left, [room for room in rooms if room.gpu in self._cluster.resting], order)
 
     def _add(self, model: str, gpu: str) -> None:
         self._cluster.add(Instance(model=model, gpus=(gpu,)))
@@ -208,7 +211,7 @@ class Upkeep:
             if not self._cluster.healthy(name) and now_ms < until_ms:
                 model, failed = self._cluster.models[name], self._cluster.of_model(name)
                 rooms = [room for room in self._cluster.rooms(without=name) if room.engine == model.engine]
-                chosen = self._place([model], rooms)
+                chosen = self._place([model], rooms, partial(self._cluster.start_ms, now_ms))
                 if chosen:
                     for instance in failed:
                         self._cluster.remove(instance)
@@ -220,7 +223,7 @@ class Upkeep:
 
     def _evict_for(self, now_ms: float, model: ModelSpec, rooms: list[Room]) -> None:
         idle = {room.gpu: tuple(self._evictable(now_ms, room.gpu)) for room in rooms}
-        found = evict(model, rooms, idle)
+        found = evict(model, rooms, idle, partial(self._cluster.start_ms, now_ms))
         if found is not None:
             gpu, victims = found
             for instance in self._cluster.on_gpu(gpu):

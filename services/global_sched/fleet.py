@@ -6,6 +6,7 @@ GPUs; a few are looked at one by one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.global_sched.curves import Curves
 from services.global_sched.pools import Pool
@@ -15,6 +16,7 @@ from shared.errors import ConfigError
 from shared.lut import Lut
 from shared.model import GpuSummary, ModelSpec, Placement, is_outdated
 from shared.shelf import Shelf
+from shared.silicon import wake_ms
 from shared.weights import HostCaches
 
 FEW = 8
@@ -39,6 +41,15 @@ class _Serving:
         self.placed.remove(gpu)
         self.others.remove(gpu)
         self.unmetered.discard(gpu)
+
+
+class Start(NamedTuple):
+    """How a model could be loaded: on a GPU in that state, its weights from ``host`` memory or ``disk``."""
+
+    lut: Lut
+    state: str
+    source: str
+    after_ms: float
 
 
 class Fleet:
@@ -208,6 +219,25 @@ class Fleet:
         if serving.unmetered:
             return None
         return serving.placed if serving.placed.is_heard(now_ms) else serving.others
+
+    def starts(self, now_ms: float, spec: ModelSpec) -> list[Start]:
+        """Return how soon a model could be loaded on a GPU of each type, the soonest one; memory aside.
+
+        Cost: linear in all GPUs.
+        """
+        near = self.caches.hosts(now_ms, spec)
+        soonest: dict[str, Start] = {}
+        for view in self.view.heard(now_ms):
+            summary = view.summary
+            lut = self.lut(summary.gpu_type, spec.name)
+            if lut is None or summary.engine != spec.engine or summary.state == "draining":
+                continue
+            source = "host" if summary.host in near else "disk"
+            after_ms = wake_ms(lut.device, summary.state) + lut.load_ms(source)
+            known = soonest.get(summary.gpu_type)
+            if known is None or after_ms < known.after_ms:
+                soonest[summary.gpu_type] = Start(lut, summary.state, source, after_ms)
+        return list(soonest.values())
 
     def _serves(self, view: GpuView, spec: ModelSpec) -> bool:
         engine, summary = view.engines[spec.name], view.summary

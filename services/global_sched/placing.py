@@ -175,9 +175,8 @@ class Placing:
         self.waiting.enter(now_ms, ask)
         actions = [*self.scale_out(now_ms, model, "no_instance"), ask.deferred(self._scheduler)]
         if ask.request.traceparent:
-            luts = [self._fleet.lut(gpu_type, model) for gpu_type in self._fleet.view.gpu_types()]
-            work = self._work(now_ms, ask, spec)
-            actions += ask.span(now_ms, reasons.activation(work, [lut for lut in luts if lut is not None]))
+            work, starts = self._work(now_ms, ask, spec), self._fleet.starts(now_ms, spec)
+            actions += ask.span(now_ms, reasons.activation(work, starts))
         return actions
 
     def _most_before(self, now_ms: float, model: str) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from services.global_sched.dispatch import Decision
 from services.global_sched.estimate import Candidate, Work
-from shared.lut import Lut
+from services.global_sched.fleet import Start
 from shared.model import Struct
 
 MOST = 8  # candidates told of
@@ -64,26 +64,28 @@ def turned_away(why: str) -> dict[str, object]:
     return {"festina.decision.phase": "refused", "festina.decision.reason": why}
 
 
-def activation(work: Work, luts: Sequence[Lut]) -> dict[str, object]:
+def activation(work: Work, starts: Sequence[Start]) -> dict[str, object]:
     """Return the attributes of a wait for a GPU to be activated, at the tables' best point.
 
-    The time to load, from host memory at best, counts against the deadline.
+    The time to wake a GPU and to load counts against the deadline: from host memory if a host has the
+    weights there, else from disk.
     """
     reason = f"No GPU has {work.model} ready, so another is asked for."
     best = [
-        (lut.request_energy_j(*point, work.input_tokens, work.output_tokens), point, lut)
-        for lut in luts
-        if lut.device.has_meter
-        and (point := lut.best_point(work.input_tokens, work.output_tokens, work.objectives))
+        (start.lut.request_energy_j(*point, work.input_tokens, work.output_tokens), point, start)
+        for start in starts
+        if start.lut.device.has_meter
+        and (point := start.lut.best_point(work.input_tokens, work.output_tokens, work.objectives))
     ]
     if best:
-        _, (clock_mhz, share_pct), lut = min(best, key=lambda each: each[0])
-        first_ms = lut.load_ms("host") + lut.ttft_ms(clock_mhz, share_pct, work.input_tokens)
+        _, (clock_mhz, share_pct), start = min(best, key=lambda each: each[0])
+        first_ms = start.after_ms + start.lut.ttft_ms(clock_mhz, share_pct, work.input_tokens)
         verdict = "in time for" if first_ms <= work.left_ms else "too late for"
+        memory = "host memory" if start.source == "host" else "disk"
         reason += (
-            f" Loaded from host memory, a {lut.device.name} at its best point, {clock_mhz} MHz with"
-            f" {share_pct} % of the SMs, gives the first token in {first_ms:.0f} ms, {verdict} the"
-            f" {work.left_ms:.0f} ms left."
+            f" Loaded from {memory}, a {start.lut.device.name} that is {start.state}, at its best point,"
+            f" {clock_mhz} MHz with {share_pct} % of the SMs, gives the first token in {first_ms:.0f} ms,"
+            f" {verdict} the {work.left_ms:.0f} ms left."
         )
     return {"festina.decision.phase": "activate", "festina.decision.reason": reason}
 

@@ -236,9 +236,9 @@ class ClusterView:
         """Return how many GPUs, silent ones among them, have an engine for the model."""
         return len(self._by_model.get(model, ()))
 
-    def gpu_types(self) -> list[str]:
-        """Return the types of all GPUs, each once."""
-        return sorted({view.summary.gpu_type for view in self._gpus.values()})
+    def heard(self, now_ms: float) -> list[GpuView]:
+        """Return all GPUs that are not stale."""
+        return [view for view in self._gpus.values() if not self.is_stale(view, now_ms)]
 
     def release(self, gpu: str, seq: int) -> GpuView | None:
         """Drop a reservation, because the GPU has refused the request; None if it is not known any more."""

@@ -19,7 +19,7 @@ from sim.world import run
 MODEL: ModelSpec = model("m", 16.0, 131_072, keep_alive_ms=None)  # 8e9 parameters, 32 layers
 PINNED = LocalSettings(fixed_clock_mhz=1980, pacing="off")
 ORDER_MS = 3.0  # an order takes this long to the device
-LOADED_MS = 200 + 16e9 / 55e6
+LOADED_MS = 200 + 16e9 / 6e6 + (64 << 20) / 55e6  # from disk, the last chunk copied after it is read
 STEP_OVERHEAD_MS = 32 * 0.027 + 1.0
 
 

@@ -228,36 +228,31 @@ def test_best_fit_decreasing_is_no_lower_bound() -> None:
 def test_a_relabelling_of_gpus_moves_nothing() -> None:
     holds = [{"a", "b"}, {"c"}, {"d"}]
     groups = [{"d"}, {"a", "b"}, {"c"}]
-    costs = costs_ms(holds, groups, dict.fromkeys("abcd", 10), [1.0] * 3)
+    costs = costs_ms(holds, groups, [dict.fromkeys("abcd", 10.0)] * 3, [0.0] * 3)
     assert assign(costs) == [2, 0, 1]
     assert sum(costs[row, column] for column, row in enumerate(assign(costs))) == 0.0
 
 
-def test_bytes_over_bandwidth_decide_who_moves() -> None:
-    """The large model stays, even if two small ones move for it; a slow link costs more."""
-    costs = costs_ms(
-        [{"large"}, {"small", "tiny"}],
-        [{"large", "small", "tiny"}],
-        {"large": 30, "small": 9, "tiny": 5},
-        [1, 1],
-    )
+def test_loads_and_wake_ups_decide_who_moves() -> None:
+    """The large model stays, even if two small ones move for it; disks and cold GPUs cost more."""
+    holds, groups = [{"large"}, {"small", "tiny"}], [{"large", "small", "tiny"}]
+    near = {"large": 30.0, "small": 9.0, "tiny": 5.0}
+    costs = costs_ms(holds, groups, [near, near], [0.0, 0.0])
     assert costs.ravel().tolist() == [14.0, 30.0] and assign(costs) == [0]
-    slow = costs_ms(
-        [{"large"}, {"small", "tiny"}],
-        [{"large", "small", "tiny"}],
-        {"large": 30, "small": 9, "tiny": 5},
-        [1, 10],
-    )
-    assert assign(slow) == [1]
+    on_disk = {model: 10 * time_ms for model, time_ms in near.items()}
+    assert assign(costs_ms(holds, groups, [on_disk, near], [0.0, 0.0])) == [1]  # 140 against 30
+    assert assign(costs_ms(holds, groups, [near, near], [17.0, 0.0])) == [1]  # 31 against 30
+    empty = costs_ms([set(), set()], [{"tiny"}], [near, near], [3.0, 0.0])
+    assert empty.ravel().tolist() == [9.0, 6.0]
 
 
 def test_a_plan_packs_onto_gpus_that_have_the_models() -> None:
     demands = [replace(each, clocks_mhz=(800.0,), watts=(10.0,)) for each in FIG_9]
     holds = {"g1": ["red"], "g2": ["blue"], "g3": ["green"], "g4": ["purple"], "g5": []}
-    bytes_of = {"red": 40, "blue": 50, "green": 10, "purple": 20}
+    load_ms = {"red": 40.0, "blue": 50.0, "green": 10.0, "purple": 20.0}
     [groups] = groupings(demands, len(holds), CAPACITY)
     assert groups is not None
-    plan = assigned(groups, holds, bytes_of, H100, 0.0)
+    plan = assigned(groups, holds, dict.fromkeys(holds, load_ms), dict.fromkeys(holds, 0.0), H100, 0.0)
     assert {gpu: set(models) for gpu, models in plan.on_gpu.items()} == {
         "g2": {"blue", "red"},  # the larger of each pair stays
         "g4": {"purple", "green"},

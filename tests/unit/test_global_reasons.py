@@ -7,7 +7,7 @@ from services.global_sched.fleet import FEW
 from services.global_sched.reasons import MOST
 from shared import events as ev
 from shared.lut import lut_for
-from shared.model import EngineSummary, Objectives, Placement, StairStep
+from shared.model import EngineSummary, Objectives, Placement, StairStep, digest
 
 
 def told(actions):
@@ -61,7 +61,23 @@ class TestPhases:
         found = told(place(made, traceparent=TRACE, objectives=Objectives(ttft_ms=60_000.0, tbt_ms=100.0)))
         assert found["phase"] == "activate" and "in time for" in found["reason"] and "MHz" in found["reason"]
         found = told(place(made, request_id="r2", traceparent=TRACE))
-        assert "too late for" in found["reason"]
+        assert "too late for" in found["reason"] and "from disk" in found["reason"]
+
+    def test_an_activation_from_host_memory_is_sooner_than_one_from_disk(self):
+        made = core("near", "far", models=(A,))
+        for gpu, host in (("near", "h1"), ("far", "h2")):
+            made.step(0.0, summary(gpu, 2, EngineSummary(model="other", state="ready"), host=host))
+        lut = lut_for("h100-80gb", A)
+        from_disk_ms, from_host_ms = lut.load_ms("disk"), lut.load_ms("host")
+        assert from_disk_ms > 3 * from_host_ms
+        between = Objectives(ttft_ms=(from_disk_ms + from_host_ms) / 2, tbt_ms=100.0)
+        hurried = {"traceparent": TRACE, "objectives": between}
+        assert "too late for" in told(place(made, **hurried))["reason"]
+        made.step(0.0, ev.HostWeights(host="h1", specs=(digest(A),)))
+        found = told(place(made, request_id="r2", **hurried))
+        assert "in time for" in found["reason"] and "from host memory" in found["reason"]
+        made.step(0.0, summary("near", 3, EngineSummary(model="x", state="failed"), host="h1", state="cold"))
+        assert "too late for" in told(place(made, request_id="r3", **hurried))["reason"]
 
     def test_a_refusal_without_a_look_at_gpus(self):
         found = told(place(core(), model="nope", traceparent=TRACE))

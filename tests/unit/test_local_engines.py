@@ -24,12 +24,29 @@ def ready(model=MODEL):
 
 def test_load_is_idempotent_and_a_request_waits_for_it():
     bench = Bench()
-    assert of(bench.do(load()), en.LoadEngine) == [en.LoadEngine(model=MODEL)]
+    assert of(bench.do(load()), en.LoadEngine) == [en.LoadEngine(model=MODEL, source="disk")]
     assert of(bench.do(load()), en.Order) == []
     assert bench.engine().state == "loading"
     assert of(bench.submit(request()), en.RunRequest) == []
     assert len(of(bench.do(ready()), en.RunRequest)) == 1
     assert of(bench.do(load()), en.Order) == []
+
+
+def test_weights_that_the_host_has_in_memory_are_loaded_from_there():
+    bench = Bench()
+    bench.do(ev.HostWeights(host="another", specs=(digest(MODEL),)))
+    assert of(bench.do(load()), en.LoadEngine)[0].source == "disk"
+    assert ev.Send(to="host0", message=ev.WeightsUsed(model=MODEL)) in bench.do(ready())
+    bench.do(unload())
+    bench.do(en.EngineEnded(model=MODEL.name))
+    bench.do(ev.HostWeights(host="host0", specs=(digest(MODEL),)))
+    assert of(bench.do(load(OTHER, 3)), en.LoadEngine)[0].source == "disk"
+    assert of(bench.do(load(MODEL, 3)), en.LoadEngine)[0].source == "host"
+    bench.do(ready())
+    bench.do(unload(4))
+    bench.do(en.EngineEnded(model=MODEL.name))
+    bench.wait(15_000.0)  # three of the host's heartbeats: its migrator is gone, and what it kept
+    assert of(bench.do(load(MODEL, 5)), en.LoadEngine)[0].source == "disk"
 
 
 def test_orders_older_than_one_seen_are_dropped():
@@ -108,7 +125,7 @@ def test_an_engine_that_hangs_while_it_loads_is_ended_and_has_failed():
 
 def test_a_large_model_may_take_longer_to_load():
     bench = Bench(load_timeout_ms=1_000.0)
-    needed_ms = LUTS[MODEL.name].load_ms()
+    needed_ms = LUTS[MODEL.name].load_ms("disk")
     assert needed_ms > 200.0
     bench.do(load())
     assert of(bench.wait(10.0 * needed_ms - 500.0), en.UnloadEngine) == []

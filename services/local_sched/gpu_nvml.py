@@ -174,13 +174,14 @@ class NvmlEngines:
         self._busy = False
         self._soon = asyncio.Event()
         self._driving: asyncio.Task[None] | None = None
-        self._trouble = ""
+        self._troubles = {"clock": "", "reading": ""}
 
     async def start(self) -> None:
         """Start the engines, and read the GPU from now on."""
         await self._engines.start()
         await self._look()
         self._driving = asyncio.get_running_loop().create_task(self._drive(), name="nvml")
+        self._driving.add_done_callback(_tell)
 
     def perform(self, order: en.Order) -> None:
         """Carry out an order; clocks are the GPU's business, all else the engines'."""
@@ -251,23 +252,21 @@ class NvmlEngines:
             refused = str(error)
         if clock_mhz is not None and (due or refused):
             keeper.answered(self._now_ms(), clock_mhz, refused)
-        self._note(refused)
+        self._note("clock", refused)
 
     async def _look(self) -> None:
         """Read the GPU: for the meter, and for the clock that runs. One that cannot be read is unknown."""
+        trouble = ""
         try:
             reading = await asyncio.to_thread(self._gpu.read)
         except Unavailable as error:
-            self._note(str(error))
-            self.meter.read(self._now_ms(), None, None)
-            return
-        self._take(reading)
-
-    def _take(self, reading: Reading) -> None:
+            trouble = str(error)
+            reading = Reading(self.keeper.real_mhz, (), idle=False, power_w=None, counter_j=None)
+        self._note("reading", trouble)
         now_ms = self._now_ms()
         self.meter.read(now_ms, reading.counter_j, reading.power_w)
         news = self.keeper.read(now_ms, reading.clock_mhz, reading.limits, reading.idle)
-        if news is not None:
+        if news is not None and news.applied_mhz:
             self._engines.perform(en.SetClock(sm_clock_mhz=news.applied_mhz))
             self._report(news)
 
@@ -275,10 +274,16 @@ class NvmlEngines:
         if not isinstance(event, en.ClockApplied):  # their answer to the clock that they were told of
             self._report(event)
 
-    def _note(self, trouble: str) -> None:
-        if trouble and trouble != self._trouble:
+    def _note(self, what: str, trouble: str) -> None:
+        if trouble and trouble != self._troubles[what]:
             log.error(trouble)
-        self._trouble = trouble
+        self._troubles[what] = trouble
+
+
+def _tell(driving: asyncio.Task[None]) -> None:
+    """Log why a GPU is no longer driven, where nobody has ended that: its lease ends by itself."""
+    if not driving.cancelled() and (error := driving.exception()):
+        log.critical("the GPU is no longer driven", exc_info=error)
 
 
 def clocks_for(gpu: NvmlGpu, guard_socket: str) -> Clocks:

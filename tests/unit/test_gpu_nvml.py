@@ -149,6 +149,17 @@ async def test_a_clock_that_is_refused_stays_and_is_told(nvml: StubNvml, clocks:
         assert "Insufficient Permissions" in news.reason or "no clock guard is configured" in news.reason
 
 
+async def test_a_lost_gpu_keeps_its_clock_and_is_told(nvml: StubNvml) -> None:
+    async with driven() as made:
+        nvml.set(2, lost=1)
+        made.ask(1005)
+        await eventually(lambda: made.told == [(1980, "refused")])
+        assert "GPU is lost" in made.events[-1].reason
+        assert made.engines.sample().energy_source == "unknown"
+        nvml.set(2, lost=0)
+        await eventually(lambda: made.told[-1] == (1005, ""))
+
+
 async def test_faults_of_the_meter_are_labelled(nvml: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_nvml, "IDLE_S", 0.02)
     async with driven(lambda gpu: FixedClocks("not now")) as made:

@@ -4,7 +4,6 @@ What comes of it has the form of the sweep's outcome, so that everything after i
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from services.local_sched import tune
 from services.local_sched.grid import grid_of
@@ -18,7 +17,6 @@ from services.local_sched.policies.muxserve import static
 from services.local_sched.policies.sight import Clock, Shares, Sight, default, everything
 from services.local_sched.state import Decision, Engine, State
 from services.local_sched.tune import Candidate, Stretch
-from shared.lut import Lut
 
 SHARES: dict[str, Shares] = {"all": everything, "static": static, "demand": demand}
 CLOCKS: dict[str, Clock] = {
@@ -31,9 +29,9 @@ CLOCKS: dict[str, Clock] = {
 """By the names that the settings `shares` and `clock` give them."""
 
 
-def governed(state: State, now_ms: float, engines: Sequence[Engine]) -> Decision:
-    """Choose the shares, then the clock, by the rules that the settings name."""
-    sight = _sight(state, now_ms, engines)
+def governed(state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz: tuple[int, ...]) -> Decision:
+    """Choose the shares, then the clock out of these, by the rules that the settings name."""
+    sight = _sight(state, now_ms, engines, clocks_mhz)
     shares_pct = SHARES[state.settings.shares](sight)
     clock = CLOCKS[state.settings.clock](sight, shares_pct)
     least_pct = tune.least_shares(state.device, sight.profiles, clock)
@@ -50,10 +48,10 @@ def governed(state: State, now_ms: float, engines: Sequence[Engine]) -> Decision
     )
 
 
-def _sight(state: State, now_ms: float, engines: Sequence[Engine]) -> Sight:
+def _sight(state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz: tuple[int, ...]) -> Sight:
     settings, device = state.settings, state.device
-    governs = settings.clock != "default"
-    clocks_mhz = _clocks(engines[0].lut) if governs else (device.default_clock_mhz,)
+    if settings.clock == "default" and not state.clock_refused:
+        clocks_mhz = (device.default_clock_mhz,)
     loads = [load_of(state, now_ms, engine) for engine in engines]
     residents = [name for name, engine in state.engines.items() if engine.state in ("loading", "ready")]
     free_bytes, most_bytes = state.ledger.kv_bytes
@@ -74,9 +72,3 @@ def _sight(state: State, now_ms: float, engines: Sequence[Engine]) -> Sight:
         free_part=free_bytes / most_bytes if most_bytes else 0.0,
         clock_mhz=state.clock_mhz,
     )
-
-
-@lru_cache(maxsize=256)
-def _clocks(lut: Lut) -> tuple[int, ...]:
-    """Return the clocks of a table from F_max down."""
-    return tuple(map(int, lut.clocks_mhz[::-1]))

@@ -45,7 +45,7 @@ def decide(state: State, now_ms: float) -> list[Action]:
     if not engines:
         return []
     choose = _decision if state.settings.clock == "sweep" else governed
-    decision = state.decision = choose(state, now_ms, engines)
+    decision = state.decision = choose(state, now_ms, engines, _clocks(state, now_ms, engines[0].lut))
     loads, points = decision.loads, _points(state, decision)
     turns = [_turns(state, now_ms, *each) for each in zip(engines, loads, points, strict=True)]
     held: frozenset[str] = frozenset()
@@ -72,13 +72,14 @@ def decide(state: State, now_ms: float) -> list[Action]:
 # ---- clock and shares
 
 
-def _decision(state: State, now_ms: float, engines: Sequence[Engine]) -> Decision:
+def _decision(
+    state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz: tuple[int, ...]
+) -> Decision:
     """Sweep the clocks for the least energy, unless a request waits for memory: then the highest is right.
 
     Where there is the same to do as at the last decision, in rounded numbers, so is what was found then.
     """
     settings, last = state.settings, state.decision
-    clocks_mhz = _clocks(state, now_ms, engines[0].lut)
     models = tuple([engine.spec.name for engine in engines])
     budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
     awaited = (

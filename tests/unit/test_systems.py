@@ -23,7 +23,7 @@ from services.local_sched.policies.dynamollm import class_of, dynamollm
 from services.local_sched.policies.ecofreq import ecofreq
 from services.local_sched.policies.greenllm import greenllm
 from services.local_sched.policies.muxserve import least_share_pct, static
-from services.local_sched.policies.sight import Sight
+from services.local_sched.policies.sight import Sight, at_least
 from services.local_sched.settings import LocalSettings
 from shared.catalog import emulated_models
 from shared.config import load
@@ -239,6 +239,11 @@ def test_dynamollm_takes_the_class_with_the_highest_clock():
 
 def test_a_class_that_cannot_be_in_time_takes_f_max():
     assert best_clock_mhz(LUT, 10, 8192, 1000, 512) == 1635
+
+
+def test_a_clock_that_the_device_cannot_hold_gives_way_to_its_highest():
+    seen = sight(flat())
+    assert [CLOCKS[at_least(seen, mhz)] for mhz in (500, 1095, 1100, 1980)] == [795, 1095, 1335, 1635]
 
 
 def test_affinity_takes_the_clock_that_the_hungriest_model_prefers():

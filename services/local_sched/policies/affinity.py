@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from services.local_sched.grid import coarse
-from services.local_sched.policies.sight import Sight, divided
+from services.local_sched.policies.sight import Sight, at_least, divided
 from shared.lut import Lut
 from shared.slo import objectives_for
 
@@ -24,7 +24,7 @@ def affinity(sight: Sight, shares_pct: tuple[int, ...]) -> int:
         means = [coarse(sum(column) / count, 3) for column in zip(*lengths, strict=True)]
         share_pct = sight.device.sm_sizes_pct[place]
         preferred.append(best_clock_mhz(load.lut, share_pct, means[0], means[1], coarse(count, 2)))
-    return sight.clocks_mhz.index(max(preferred))
+    return at_least(sight, max(preferred))
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 from services.local_sched.grid import coarse
 from services.local_sched.policies.affinity import best_clock_mhz
-from services.local_sched.policies.sight import Sight, divided
+from services.local_sched.policies.sight import Sight, at_least, divided
 
 INPUTS = (256, 1024, 8192)  # upper ends of the classes S, M and L (the paper, Table 2)
 OUTPUTS = (100, 350, 1000)
@@ -26,7 +26,7 @@ def dynamollm(sight: Sight, shares_pct: tuple[int, ...]) -> int:
         share_pct, batch = sight.device.sm_sizes_pct[place], coarse(len(lengths), 2)
         for inputs, outputs in {class_of(*each) for each in lengths}:
             found.append(best_clock_mhz(load.lut, share_pct, inputs, outputs, batch))
-    return sight.clocks_mhz.index(max(found))
+    return at_least(sight, max(found))
 
 
 def class_of(input_tokens: int, output_tokens: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ clocks are the table's from `ecofreq_floor_mhz` on: VoltanaLLM offers none below
 """
 
 from services.local_sched import tune
-from services.local_sched.policies.sight import Sight, divided
+from services.local_sched.policies.sight import Sight, at_least, divided
 
 
 def ecofreq(sight: Sight, shares_pct: tuple[int, ...]) -> int:
@@ -19,7 +19,7 @@ def ecofreq(sight: Sight, shares_pct: tuple[int, ...]) -> int:
     settings = sight.settings
     if sight.waits or sight.free_part < settings.ecofreq_free_part:
         return 0
-    lowest = sum(clock >= settings.ecofreq_floor_mhz for clock in sight.clocks_mhz) - 1
+    lowest = at_least(sight, settings.ecofreq_floor_mhz)
     places, division = divided(sight, shares_pct)
     reach = tune.reach_of(sight.profiles, places, division)
-    return max(0, min(lowest, *(end - 1 for end in reach)))
+    return max(0, min(lowest, min(reach) - 1))

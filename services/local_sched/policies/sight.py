@@ -55,6 +55,11 @@ def default(sight: Sight, shares_pct: tuple[int, ...]) -> int:
     return 0
 
 
+def at_least(sight: Sight, clock_mhz: int) -> int:
+    """Return the place of the lowest clock that is not below this one; of the highest if there is none."""
+    return max(0, sum(clock >= clock_mhz for clock in sight.clocks_mhz) - 1)
+
+
 def divided(sight: Sight, shares_pct: tuple[int, ...]) -> tuple[tuple[int, ...], Division]:
     """Return the places of the shares that engines have while all of them run, and what slows them."""
     sizes_pct = sight.device.sm_sizes_pct

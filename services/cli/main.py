@@ -121,10 +121,12 @@ def systems(as_json: Json = False) -> None:
     if as_json:
         _print_json({name: msgspec.to_builtins(system) for name, system in SYSTEMS.items()})
         return
-    table = Table("system", "", "shares GPUs", "reconfigures", "weighs energy", "tells phases apart")
+    table = Table("system", "shares", "adapts", "energy", "phases", "what it is", box=None)
+    table.columns[0].no_wrap = True
     for name, s in SYSTEMS.items():
-        table.add_row(name, s.about, s.spatial_sharing, s.reconfigures, s.energy_aware, s.phase_aware)
+        table.add_row(name, s.spatial_sharing, s.reconfigures, s.energy_aware, s.phase_aware, s.about)
     console.print(table)
+    console.print("shares GPUs between models; adapts their parts; weighs energy; tells phases apart")
 
 
 @models_app.command("list")

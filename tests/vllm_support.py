@@ -1,9 +1,11 @@
 """What the tests of the real vLLM engine share: its environment and model, and a look at its processes."""
 
+import json
 import os
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from services.local_sched.engine_vllm import HOST_MODULE
@@ -40,6 +42,32 @@ def widened(name: str) -> ModelSpec:
     return msgspec.structs.replace(
         MODEL, name=name, weight_bytes=4 * MODEL.params, kv_bytes_per_token=2 * MODEL.kv_bytes_per_token
     )
+
+
+def widened_folder(models_dir: Path) -> Path:
+    """Write SmolLM2 in fp32 into a folder of models, as `make setup-vllm` would leave it; returns its folder.
+
+    In fp32 an answer does not hang on how its prompt was cut, or where it was computed anew.
+    """
+    assert MODEL is not None
+    source, folder = Path(MODEL.weights), models_dir / Path(MODEL.weights).name
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name != "model.safetensors":
+            (folder / path.name).symlink_to(path)
+    content = np.memmap(source / "model.safetensors", np.uint8, "r")
+    start = 8 + int(content[:8].view("<u8")[0])
+    header = json.loads(content[8:start].tobytes())
+    for name, entry in header.items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "BF16"
+            entry["dtype"] = "F32"
+            entry["data_offsets"] = [2 * offset for offset in entry["data_offsets"]]
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        (content[start:].view("<u2").astype("<u4") << 16).tofile(file)
+    return folder
 
 
 def children(parent: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""The CPU host of the pool: a real vLLM engine with SmolLM2, through all five services."""
+"""The CPU host of the pool: a real vLLM engine with SmolLM2 in fp32, through all five services."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pytest
 from support import RunningPool
-from vllm_support import ENV, MODELS_DIR, PYTHON, needs_vllm
+from vllm_support import ENV, MODELS_DIR, PYTHON, children, needs_vllm, widened_folder
 
 from services.local_sched.engine_vllm import child_environment
 from services.local_sched.vllm_env import MODEL_NAME as MODEL
@@ -24,7 +25,8 @@ pytestmark = needs_vllm
 OFFLINE = """
 import json, sys
 from vllm import LLM, SamplingParams
-engine = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=64 << 20)
+engine = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2048,
+             kv_cache_memory_bytes=128 << 20)
 settings = SamplingParams(temperature=0, max_tokens=24)
 asked = engine.chat(json.loads(sys.argv[2]), settings, use_tqdm=False)[0]
 said = asked.outputs[0]
@@ -49,9 +51,9 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, int]:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPool]:
     folder = tmp_path_factory.mktemp("pool")
-    (folder / "state").mkdir()
-    (folder / "state" / "models").symlink_to(MODELS_DIR)  # converted once, by `make setup-vllm`
-    made = RunningPool(folder, "--gpus", "1", "--models", "1", "--vllm-env", str(ENV))
+    widened_folder(folder / "state" / "models")
+    patient = {"FESTINA_GLOBAL_SCHED_MODEL_WAIT_MS": "240000"}  # an engine starts in 10 to 60 s here
+    made = RunningPool(folder, "--gpus", "1", "--models", "1", "--vllm-env", str(ENV), env=patient)
     try:
         made.wait_for_models("Qwen2.5-7B-Instruct")
         made.wait_for_models(MODEL, within_s=180)
@@ -140,3 +142,22 @@ def test_a_parameter_that_vllm_refuses_is_an_error_with_its_words(client: openai
             model=MODEL, messages=QUESTION, max_tokens=4, extra_body={"logit_bias": {"49151": 101.0}}
         )
     assert caught.value.status_code == 400
+
+
+def test_a_stream_goes_on_though_its_engine_is_killed_and_then_stands_still(
+    pool: RunningPool, client: openai.OpenAI
+) -> None:
+    """Killed, its end is seen at once; stopped, it is not heard any more. Both times another starts."""
+    asked = {"model": MODEL, "messages": LONG, "max_tokens": 60, "temperature": 0}
+    undisturbed = client.chat.completions.create(**asked).choices[0].message.content
+    local_sched = pool.pid_of("cpu-0-vllm")
+    told, harmed = "", []
+    for chunk in client.with_options(timeout=300).chat.completions.create(**asked, stream=True):
+        told += chunk.choices[0].delta.content or "" if chunk.choices else ""
+        for harm, at in ((signal.SIGKILL, 20), (signal.SIGSTOP, 80)):
+            if len(told) > at and harm not in harmed:
+                (engine,) = children(local_sched)
+                os.kill(engine, harm)
+                harmed.append(harm)
+    assert told == undisturbed
+    assert harmed == [signal.SIGKILL, signal.SIGSTOP]

@@ -2,13 +2,17 @@
 
 import json
 import os
+import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
-from services.local_sched.engine_vllm import HOST_MODULE
+from services.local_sched.engine_vllm import HOST_MODULE, child_environment
 from services.local_sched.vllm_env import smollm2_spec, vllm_python
 from shared.errors import FestinaError
 from shared.model import ModelSpec
@@ -68,6 +72,53 @@ def widened_folder(models_dir: Path) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         (content[start:].view("<u2").astype("<u4") << 16).tofile(file)
     return folder
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+COLOURS = "<|im_start|>user\nName three primary colours, and say why.<|im_end|>\n<|im_start|>assistant\n"
+QUESTION_TOKENS, COLOURS_TOKENS = 24, 48
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, question, colours, of_question, of_colours = json.loads(sys.argv[1])
+engine = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=2048,
+             kv_cache_memory_bytes=128 << 20, block_size=32, distributed_executor_backend="uni")
+greedy = lambda tokens: SamplingParams(temperature=0, max_tokens=tokens)
+asked = engine.chat(question, greedy(of_question), use_tqdm=False)[0]
+colours = engine.generate([colours], greedy(of_colours), use_tqdm=False)[0]
+said = asked.outputs[0]
+answer = [said.text, len(asked.prompt_token_ids), len(said.token_ids)]
+print("ANSWERS " + json.dumps([answer, list(colours.outputs[0].token_ids)]))
+"""
+
+
+class Offline(NamedTuple):
+    """What vLLM's own engine, with its own scheduler, answers to `QUESTION` and to `COLOURS`, in fp32."""
+
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    colours: list[int]
+
+
+@cache
+def offline() -> Offline:
+    """Ask vLLM's own engine, once for all tests of a run: its start is what takes long."""
+    assert MODEL is not None
+    asked = [MODEL.weights, QUESTION, COLOURS, QUESTION_TOKENS, COLOURS_TOKENS]
+    with tempfile.TemporaryDirectory() as temp_dir:
+        done = subprocess.run(
+            [str(PYTHON), "-c", OFFLINE, json.dumps(asked)],
+            env=child_environment(os.environ, temp_dir),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, done.stderr[-3000:]
+    answer, colours = json.loads(lines[0].removeprefix("ANSWERS "))
+    return Offline(*answer, colours)
 
 
 def children(parent: int) -> list[int]:

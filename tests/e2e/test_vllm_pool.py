@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 
@@ -12,40 +11,13 @@ import httpx
 import openai
 import pytest
 from support import RunningPool
-from vllm_support import ENV, MODELS_DIR, PYTHON, children, needs_vllm, widened_folder
+from vllm_support import ENV, QUESTION, children, needs_vllm, offline, widened_folder
 
-from services.local_sched.engine_vllm import child_environment
 from services.local_sched.vllm_env import MODEL_NAME as MODEL
 
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 LONG = [{"role": "user", "content": "Write a long story about a river."}]
 
 pytestmark = needs_vllm
-
-OFFLINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-engine = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2048,
-             kv_cache_memory_bytes=128 << 20)
-settings = SamplingParams(temperature=0, max_tokens=24)
-asked = engine.chat(json.loads(sys.argv[2]), settings, use_tqdm=False)[0]
-said = asked.outputs[0]
-print("ANSWER " + json.dumps([said.text, len(asked.prompt_token_ids), len(said.token_ids)]))
-"""
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, int]:
-    """What vLLM's own offline engine answers: text, prompt tokens, output tokens."""
-    environment = {
-        **child_environment(os.environ, tmp_path_factory.mktemp("offline")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    command = [str(PYTHON), "-c", OFFLINE, str(MODELS_DIR / "smollm2-135m-instruct"), json.dumps(QUESTION)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answers, done.stderr[-3000:]
-    return tuple(json.loads(answers[0].removeprefix("ANSWER ")))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +40,13 @@ def client(pool: RunningPool) -> openai.OpenAI:
 
 
 def test_the_greedy_answer_is_that_of_the_offline_engine(
-    offline: tuple[str, int, int], client: openai.OpenAI
+    client: openai.OpenAI,
 ) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=24, temperature=0)
-    text, prompt_tokens, output_tokens = offline
-    assert answer.choices[0].message.content == text and "Paris" in text
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, output_tokens)
+    told, expected = answer.choices[0].message.content, offline()
+    assert told == expected.text and "Paris" in told
+    used = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+    assert used == (expected.prompt_tokens, expected.output_tokens)
     assert answer.festina["energy_j"] is None and "no meter" in answer.festina["energy_source"]
     assert answer.festina["gpu"] == "cpu-0-vllm" and answer.festina["slo_met"] is True
 

@@ -25,6 +25,7 @@ from services.local_sched.vllm_ext.wire import (
     frame,
 )
 from shared.engine import EngineEnded, LoadEngine
+from shared.errors import FestinaError
 
 MAX_ORDERS = 4096
 """Orders taken off the socket but not yet obeyed; beyond that the socket fills and the sender waits."""
@@ -92,6 +93,10 @@ def _serve(
     """Load the engine, then obey orders and make steps for as long as the process lives."""
     started = time.perf_counter()
     check_vllm_version()
+    if not Path(load.model.weights).is_dir():
+        raise FestinaError(
+            f"{load.model.name}: its weights {load.model.weights!r} are no folder on this host."
+        )
     from services.local_sched.vllm_ext.served import (
         ServedModel,
     )  # importing vLLM takes seconds, part of the load

@@ -47,16 +47,9 @@ class ServedModel:
     Args:
         load: the order to load it.
         stages: folder of the host's stages; None: KV is not moved.
-
-    Raises:
-        FestinaError: the weights are not there.
     """
 
     def __init__(self, load: LoadEngine, stages: Path | None = None) -> None:
-        if not Path(load.model.weights).is_dir():
-            raise FestinaError(
-                f"{load.model.name}: its weights {load.model.weights!r} are no folder on this host."
-            )
         # On hosts with AMX, a process whose first step has a single token dies of an illegal instruction in
         # CPU attention unless it has asked the kernel for the tile registers before.
         torch.cpu._init_amx()

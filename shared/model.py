@@ -260,13 +260,18 @@ class Instance(Struct):
 class Placement(Struct):
     """Which models belong on which GPUs; written by the consolidator alone, versioned (3.5).
 
-    Where prefill and decode are apart, `prefill` are the GPUs that compute prompts, and all others decode.
+    Args:
+        drained: GPUs that are to take no new work.
+        prefill: where prefill and decode are apart, the GPUs that compute prompts; all others decode.
+        room_short: requests wait for models that find no room, or did lately, since those that are loaded are
+            in use: GPUs had better be done soon with what they have.
     """
 
     version: int
     instances: tuple[Instance, ...] = ()
     drained: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
+    room_short: bool = False
 
 
 class Plan(Struct):

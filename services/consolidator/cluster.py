@@ -17,7 +17,8 @@ class Cluster:
     """Desired and actual state, and the questions that planning and ordering ask of both.
 
     `models` are registered; `removed` are not any more, but still loaded somewhere. `resting` are GPUs that
-    consolidation has emptied. `prefill` are those that compute prompts, where decodes are apart.
+    consolidation has emptied. `prefill` are those that compute prompts, where decodes are apart. `room_short`
+    is as in `Placement`.
     """
 
     def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
@@ -29,6 +30,7 @@ class Cluster:
         self.resting: set[str] = set()
         self.prefill: set[str] = set()
         self.caches = HostCaches()
+        self.room_short = False
         self._by_model: dict[str, list[Instance]] = {}
         self._by_gpu: dict[str, list[Instance]] = {}
 

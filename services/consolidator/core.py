@@ -249,7 +249,7 @@ class ConsolidatorCore:
         """Store and announce the placement if it has changed; announce it as well when it may be unheard."""
         cluster, now = self._cluster, self._placement
         drained, prefill = tuple(sorted(cluster.drained)), tuple(sorted(cluster.prefill))
-        wanted = Placement(now.version, cluster.instances(), drained, prefill)
+        wanted = Placement(now.version, cluster.instances(), drained, prefill, cluster.room_short)
         actions: list[ev.Action] = []
         if wanted != now:
             self._placement = replace(wanted, version=now.version + 1)

@@ -23,6 +23,9 @@ class ConsolidatorSettings(Struct):
         load_backoff_max_ms: longest such wait.
         evict_idle_ms: a model must have been idle this long to make room for another. It protects one just
             loaded until the requests that wait for it arrive.
+        passed_over_ms: once a model has waited for room for longer than a load takes, nothing is unloaded for
+            others any more.
+        room_short_ms: from then on GPUs do not take their time, until this long after the last has waited so.
         wanted_ms: time for which a request for a model is remembered while no GPU has room for it.
         scale_out_dwell_ms: least time between two further instances of one model.
         move_timeout_ms: a migrator silent for this long about a move has lost it.
@@ -60,6 +63,8 @@ class ConsolidatorSettings(Struct):
     load_backoff_ms: float = 1_000.0
     load_backoff_max_ms: float = 60_000.0
     evict_idle_ms: float = 500.0
+    passed_over_ms: float = 5_000.0
+    room_short_ms: float = 60_000.0
     wanted_ms: float = 10_000.0
     scale_out_dwell_ms: float = 5_000.0
     move_timeout_ms: float = 30_000.0

@@ -4,6 +4,7 @@ It changes as little as each event takes, by memory alone; `consolidate.py` look
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from services.consolidator import apart
@@ -14,6 +15,14 @@ from services.consolidator.place import IdleModel, Order, Room, evict, place
 from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.model import Instance, ModelSpec
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A model that requests wait for and that is not placed yet: since when; forgotten at `until_ms`."""
+
+    since_ms: float
+    until_ms: float
 
 
 class Upkeep:
@@ -32,8 +41,9 @@ class Upkeep:
         self._to_place = set(cluster.models)  # to be placed at the next look, if they fit
         self._gather_until_ms = 0.0  # but not before this: more of them may be on their way
         self._parked: set[str] = set()  # unloaded for want of use: only a request brings them back
-        self._wanted: dict[str, float] = {}  # asked for and not placed yet; forgotten at that time
+        self._wanted: dict[str, _Wanted] = {}  # the one that waits longest first
         self._scaled_ms: dict[str, float] = {}
+        self._passed_over_ms = float("-inf")  # when a model was last waiting for room for long
 
     # ---- what happens
 
@@ -58,7 +68,7 @@ class Upkeep:
 
     def asked_for(self, now_ms: float, model: str) -> None:
         """A request waits for a model that no GPU is to have."""
-        self._wanted[model] = now_ms + self._set.wanted_ms
+        self._wanted.setdefault(model, _Wanted(now_ms, now_ms)).until_ms = now_ms + self._set.wanted_ms
 
     def followed(self, before: set[str], after: set[str]) -> None:
         """A peer's placement has been taken over; what it let go stays unloaded here as well."""
@@ -206,9 +216,13 @@ class Upkeep:
                 self.asked_for(now_ms, instance.model)
 
     def _place_wanted(self, now_ms: float) -> None:
-        """Find room for the models that requests wait for, by unloading idle ones where it takes that."""
-        for name, until_ms in list(self._wanted.items()):
-            if not self._cluster.healthy(name) and now_ms < until_ms:
+        """Find room for the models that requests wait for, by unloading idle ones where it takes that.
+
+        Where one has waited long, nothing is unloaded for those after it; nor for one that fails to load.
+        """
+        passed_over = False
+        for name, wanted in list(self._wanted.items()):
+            if not self._cluster.healthy(name) and now_ms < wanted.until_ms:
                 model, failed = self._cluster.models[name], self._cluster.of_model(name)
                 rooms = [room for room in self._cluster.rooms(without=name) if room.engine == model.engine]
                 chosen = self._place([model], rooms, partial(self._cluster.start_ms, now_ms))
@@ -216,12 +230,16 @@ class Upkeep:
                     for instance in failed:
                         self._cluster.remove(instance)
                     self._add(name, chosen[name])
-                elif not failed:  # nothing is unloaded for a model that does not load
-                    self._evict_for(now_ms, model, rooms)
-            if self._cluster.healthy(name) or now_ms >= until_ms:
+                elif not failed and (passed_over or not self._evict_for(now_ms, model, rooms)):
+                    passed_over = passed_over or now_ms - wanted.since_ms >= self._set.passed_over_ms
+            if self._cluster.healthy(name) or now_ms >= wanted.until_ms:
                 del self._wanted[name]
+        if passed_over:
+            self._passed_over_ms = now_ms
+        self._cluster.room_short = now_ms - self._passed_over_ms < self._set.room_short_ms
 
-    def _evict_for(self, now_ms: float, model: ModelSpec, rooms: list[Room]) -> None:
+    def _evict_for(self, now_ms: float, model: ModelSpec, rooms: list[Room]) -> bool:
+        """Unload idle models where that makes room for `model`; says if it does."""
         idle = {room.gpu: tuple(self._evictable(now_ms, room.gpu)) for room in rooms}
         found = evict(model, rooms, idle, partial(self._cluster.start_ms, now_ms))
         if found is not None:
@@ -230,6 +248,7 @@ class Upkeep:
                 if instance.model in victims:
                     self._park(instance)
             self._add(model.name, gpu)
+        return found is not None
 
     def _evictable(self, now_ms: float, gpu: str) -> Iterator[IdleModel]:
         for engine in self._cluster.summaries[gpu].engines:

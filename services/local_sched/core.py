@@ -183,7 +183,7 @@ def _gateway_alive(state: State, now_ms: float, event: ev.GatewayAlive) -> list[
 
 
 def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) -> list[ev.Action]:
-    """Take no new work while the placement in force says that this GPU is drained."""
+    """Take no new work while the placement in force says that this GPU is drained; hurry while it says so."""
     if event.placement.version < state.placement_version:
         return []
     state.placement_version = event.placement.version
@@ -191,6 +191,7 @@ def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) 
     drained = state.gpu in event.placement.drained
     state.summary_due = state.summary_due or drained != state.drained
     state.drained = drained
+    state.room_short = event.placement.room_short
     return []
 
 

@@ -87,7 +87,8 @@ def _decision(
         and bool(state.queue)
         and any(work.passed_over_ms is not None for work in state.queue.values())
     )
-    paced = settings.pacing == "slack" and state.device.has_meter and not memory_short
+    hurries = memory_short or state.room_short
+    paced = settings.pacing == "slack" and state.device.has_meter and not hurries
     loads = [load_of(state, now_ms, engine, paced=paced) for engine in engines]
     asked = (models, clocks_mhz, loads, budget_pct, memory_short, awaited)
     if last is not None and last[: len(asked)] == asked:

@@ -119,7 +119,8 @@ class State:
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
         to_load: models to be loaded once engines are gone, in that order.
         clearing: one has died that takes all others with it, and they are not all gone yet.
-        drained, leaving: the placement in force says so; this process has been told to stop.
+        drained, room_short: the placement in force says so.
+        leaving: this process has been told to stop.
         admit_due: something changed that may let a waiting request start.
         summary_due: something changed that the summary tells.
     """
@@ -153,6 +154,7 @@ class State:
     to_load: dict[str, ModelSpec] = field(default_factory=dict)
     clearing: bool = False
     drained: bool = False
+    room_short: bool = False
     leaving: bool = False
     bus_lost: bool = False
     decision: Decision | None = None

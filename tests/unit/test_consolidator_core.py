@@ -399,6 +399,49 @@ def test_scale_out_evicts_the_longest_idle_and_neither_busy_nor_pinned_nor_fresh
     assert load_ms > unload_ms  # only once the memory is there
 
 
+def test_it_is_told_that_a_model_waits_for_room_until_that_is_a_while_ago() -> None:
+    gpu = FakeGpu("g1")
+    gpu.set("a", running=1)
+    placement = Placement(version=7, instances=(Instance(model="a", gpus=("g1",)),))
+    lab = Lab([spec("a", 60), spec("new", 60)], [gpu], placement, replace(SETTINGS, room_short_ms=5_000.0))
+    lab.run()
+    assert not lab.core.placement.room_short
+    lab.do(ev.ScaleOut(model="new", scheduler="s", reason="no_instance"))
+    lab.run(4_500)
+    assert not lab.core.placement.room_short
+    lab.run(1_500)
+    assert lab.core.placement.room_short and lab.placed == {"a": ("g1",)}
+    gpu.set("a", idle_ms=600.0)
+    lab.run(2_000)
+    assert lab.core.placement.room_short and lab.placed == {"new": ("g1",)}
+    lab.run(5_000)
+    assert not lab.core.placement.room_short
+
+
+def test_a_large_model_is_passed_over_for_a_time_only() -> None:
+    """Small ones take what gets idle; once the large one has waited 5 s, that is left for it."""
+    gpu = FakeGpu("g1")
+    small = [spec(name, 20) for name in ("a", "b", "c", "d")]
+    gpu.set("a", running=1)
+    gpu.set("b", idle_ms=600.0)
+    placement = Placement(version=7, instances=tuple(Instance(model=m, gpus=("g1",)) for m in "ab"))
+    lab = Lab([*small, spec("large", 70)], [gpu], placement, replace(SETTINGS, min_kv_bytes=25))
+    lab.run(1_750)
+    lab.do(ev.ScaleOut(model="large", scheduler="s", reason="no_instance"))
+    lab.do(ev.ScaleOut(model="c", scheduler="s", reason="no_instance"))
+    lab.run(1_000)
+    assert lab.placed == {"a": ("g1",), "c": ("g1",)}
+    lab.run(4_000)
+    gpu.set("c", idle_ms=600.0)
+    for name in ("large", "d"):
+        lab.do(ev.ScaleOut(model=name, scheduler="s", reason="no_instance"))
+    lab.run(1_000)
+    assert lab.placed == {"a": ("g1",), "c": ("g1",)}
+    gpu.set("a", idle_ms=600.0)
+    lab.run(1_000)
+    assert lab.placed == {"large": ("g1",)}
+
+
 def test_a_victim_that_is_used_again_stays_and_the_other_model_waits() -> None:
     gpu = FakeGpu("g1")
     gpu.set("a", idle_ms=600.0)

@@ -6,6 +6,8 @@ import pytest
 from local_bench import H100, MODEL, Bench, of, request
 
 from shared import engine as en
+from shared import events as ev
+from shared.model import Placement
 
 
 def interval_ms(bench):
@@ -50,6 +52,14 @@ def test_nothing_waits_where_there_is_no_meter():
 def test_nothing_waits_while_memory_is_short():
     bench = decoding(Bench(models=[MODEL], ample_memory=1.0))
     assert interval_ms(bench) == 0.0
+
+
+def test_nothing_waits_while_models_find_no_room():
+    bench = decoding(Bench(models=[MODEL]))
+    for version, short, expected_ms in ((5, True, 0.0), (6, False, 50.0)):
+        bench.do(ev.PlacementChanged(placement=Placement(version=version, room_short=short)))
+        bench.wait(bench.state.settings.replan_ms)
+        assert interval_ms(bench) == pytest.approx(expected_ms)
 
 
 def test_a_plan_goes_out_again_when_only_its_interval_changes():

@@ -5,6 +5,7 @@ for decode, linear between their points. They hold for an engine that has the de
 engines slow each other as `silicon.contention` says. MHz, percent of the SMs, ms, W (whole device), J.
 """
 
+from copy import copy
 from typing import Any, overload
 
 import numpy as np
@@ -65,6 +66,14 @@ class Lut:
         self._prefill_w = Grid(grids[1], prefill_axes, is_open=False)
         self._decode_ms = Grid(grids[2], decode_axes, is_open=True)
         self._decode_w = Grid(grids[3], decode_axes, is_open=False)
+
+    def of(self, model: ModelSpec) -> "Lut":
+        """Return this table as that of a model of the same shape under another name; they share all numbers."""
+        if model == self.model:
+            return self
+        twin = copy(self)
+        twin.model = model
+        return twin
 
     def extrapolates(self, input_tokens: float = 0, batch: float = 1, mean_context_tokens: float = 0) -> bool:
         """Whether a query goes past what was profiled: inputs over 8,192 tokens, or past the table's end."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from shared.lut import Lut
 from shared.model import ModelSpec
 
+SHAPES_KEPT = 128  # 1.2 MB each, once it has been asked for all clocks and shares
+
 
 class Shelf:
     """Tables by GPU type and model.
@@ -37,7 +39,7 @@ class Shelf:
 
 
 class Kept:
-    """Modelled tables, each made once as long as its model is there and stays as it is.
+    """Modelled tables, those asked for last. Models of one shape share one: most are the same under other names.
 
     Args:
         modelled: makes one.
@@ -45,21 +47,23 @@ class Kept:
 
     def __init__(self, modelled: Callable[[str, ModelSpec], Lut]) -> None:
         self._modelled = modelled
-        self._tables: dict[str, dict[str, Lut]] = {}  # by model and GPU type
+        self._tables: dict[tuple[object, ...], Lut] = {}  # the one asked for last is the last
 
     def __call__(self, gpu_type: str, model: ModelSpec) -> Lut:
         """Return the table of a model on a GPU type. Raises ConfigError for a type that is not known."""
-        tables = self._tables.setdefault(model.name, {})
-        found = tables.get(gpu_type)
-        if found is None or found.model != model:
-            found = tables[gpu_type] = self._modelled(gpu_type, model)
-        return found
-
-    def forget(self, name: str) -> None:
-        """Drop the tables of a model that is gone."""
-        self._tables.pop(name, None)
+        key = (gpu_type, *_shape(model), *_sizes(model))
+        found = self._tables.pop(key, None) or self._modelled(gpu_type, model)
+        self._tables[key] = found
+        if len(self._tables) > SHAPES_KEPT:
+            del self._tables[next(iter(self._tables))]
+        return found.of(model)
 
 
 def _shape(model: ModelSpec) -> tuple[int, ...]:
     """What a table depends on: two models of one name may differ, when one was registered anew."""
     return (model.params, model.layers, model.heads, model.weight_bytes, model.kv_bytes_per_token)
+
+
+def _sizes(model: ModelSpec) -> tuple[int, ...]:
+    """What else a modelled table depends on (`silicon.step_work`); measured ones contain it."""
+    return (model.hidden, model.head_dim, model.vocab_tokens, model.tied_embeddings)

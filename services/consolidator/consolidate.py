@@ -43,8 +43,7 @@ class Consolidation:
     def __init__(self, settings: ConsolidatorSettings, cluster: Cluster, luts: Luts) -> None:
         self._set = settings
         self._cluster = cluster
-        self._tables = Kept(luts)
-        self.shelf = Shelf(self._tables)
+        self.shelf = Shelf(Kept(luts))
         self.windows = Windows(settings.window_ms)
         self._relief = Relief(settings, cluster)
         self._steps: Steps | None = None
@@ -57,11 +56,6 @@ class Consolidation:
         self._too_little = False  # since then
         self._learnt_pct = 100.0  # what has proved too much, less a part
         self._learnt_ms = float("-inf")
-
-    def forget(self, model: str) -> None:
-        """Drop what is kept of a model that is gone."""
-        self.windows.forget(model)
-        self._tables.forget(model)
 
     def trigger(self, now_ms: float) -> None:
         """A keep-alive has ended: look soon."""

@@ -25,8 +25,7 @@ class ConsolidatorCore:
     Args:
         consolidator: this replica's id.
         settings: see `ConsolidatorSettings`.
-        placement: the stored placement; None if there is none.
-        models: the registered models.
+        placement, models: what is stored, as far as it is known before the first step.
         luts: makes the look-up table of a model that has none in the store, on a GPU type. Pure.
     """
 
@@ -34,8 +33,8 @@ class ConsolidatorCore:
         self,
         consolidator: str,
         settings: ConsolidatorSettings,
-        placement: Placement | None,
-        models: tuple[ModelSpec, ...],
+        placement: Placement | None = None,
+        models: tuple[ModelSpec, ...] = (),
         luts: Luts = lut_for,
     ) -> None:
         self._id = consolidator
@@ -173,7 +172,7 @@ class ConsolidatorCore:
                 self._upkeep.registered(now_ms, model)
             case ev.ModelRemoved(model=name) if name in cluster.models:
                 self._upkeep.removed(name)
-                self._consolidation.forget(name)
+                self._consolidation.windows.forget(name)
             case ev.ScaleOut(model=name) if name in cluster.models and not cluster.healthy(name):
                 self._upkeep.asked_for(now_ms, name)
             case ev.RequestEnded(model=name) if name in cluster.models:

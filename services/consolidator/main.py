@@ -6,10 +6,9 @@ from services.consolidator.core import ConsolidatorCore
 from services.consolidator.presets import preset
 from services.consolidator.settings import ConsolidatorSettings
 from shared.config import Common, load
-from shared.model import ModelSpec, Placement
 from shared.process import run_service
 from shared.runtime import Shell, wait_for_stop
-from shared.subjects import CONSOLIDATOR, MODEL_KEYS, PLACEMENT_KEY
+from shared.subjects import CONSOLIDATOR
 
 
 async def serve(common: Common, settings: ConsolidatorSettings, stop: asyncio.Event) -> bool:
@@ -17,9 +16,7 @@ async def serve(common: Common, settings: ConsolidatorSettings, stop: asyncio.Ev
     shell = Shell(CONSOLIDATOR, common.id, common)
     await shell.open()
     try:
-        placement = await shell.store.read(PLACEMENT_KEY, Placement)
-        models = await shell.store.read_all(MODEL_KEYS, ModelSpec)
-        await shell.start(ConsolidatorCore(shell.ident, settings, placement, tuple(models)), {})
+        await shell.start(ConsolidatorCore(shell.ident, settings), {})
         return await wait_for_stop(shell, stop)
     finally:
         await shell.close()

@@ -56,20 +56,30 @@ def test_a_stored_table_wins_over_the_model() -> None:
         shelf.get("tpu", QWEN)
 
 
-def test_modelled_tables_are_kept_as_long_as_their_model() -> None:
+def test_models_of_one_shape_share_a_modelled_table_and_the_latest_are_kept(monkeypatch) -> None:
     made: list[str] = []
 
     def counted(gpu_type: str, model) -> Lut:
-        made.append(model.name)
+        made.append(f"{model.name} {gpu_type}")
         return modelled(gpu_type, model)
 
     kept = Kept(counted)
     first = kept("h100-80gb", QWEN)
-    assert kept("h100-80gb", QWEN) is first and kept("a100-80gb", QWEN) is not first
-    bigger = msgspec.structs.replace(QWEN, layers=QWEN.layers + 1)
-    assert kept("h100-80gb", bigger).model == bigger
-    kept.forget(QWEN.name)
-    assert kept("h100-80gb", bigger).model == bigger and len(made) == 4
+    tuned = msgspec.structs.replace(QWEN, name="tuned", weights="elsewhere", keep_alive_ms=None)
+    twin = kept("h100-80gb", tuned)
+    assert kept("h100-80gb", QWEN) is first and twin.model == tuned and twin.block is first.block
+    assert twin.ttft_ms(1005, 40, 512) == first.ttft_ms(1005, 40, 512)
+    assert made == [f"{QWEN.name} h100-80gb"]
+    other = msgspec.structs.replace(QWEN, vocab_tokens=QWEN.vocab_tokens + 1000)
+    assert kept("h100-80gb", other).model == other and kept("a100-80gb", QWEN) is not first
+    assert len(made) == 3
+    monkeypatch.setattr("shared.shelf.SHAPES_KEPT", 3)
+    kept("h100-80gb", QWEN)
+    kept("h100-80gb", LLAMA)  # the one not asked for longest goes
+    kept("h100-80gb", QWEN)
+    assert len(made) == 4
+    kept("h100-80gb", other)
+    assert len(made) == 5
     with pytest.raises(ConfigError):
         kept("tpu", QWEN)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.demand import Demand, Wanted
-from services.consolidator.plan import Plan, assigned, groupings
+from services.consolidator.plan import assigned, groupings, planned
 from services.consolidator.window import Load
 from shared.catalog import entries
 from shared.devices import device_for
@@ -47,10 +47,10 @@ def run() -> dict[str, float]:
         *_, groups = groupings(demands, GPUS, capacity)
         assert groups is not None, "the workload must fit"
         of_gpu, wake_ms = dict.fromkeys(holds, load_ms), dict.fromkeys(holds, 0.0)
-        plan: Plan = assigned(groups, holds, of_gpu, wake_ms, device, 0.0)
+        plan = planned(assigned(groups, holds, of_gpu, wake_ms), device, 0.0)
         times_s.append(time.perf_counter() - started)
     return {
         "plan.1000_gpus_2000_models_s": min(times_s),
         "plan.preferences_2000_models_s": phase_one_s,
-        "plan.gpus_used": float(len(plan.on_gpu)),
+        "plan.gpus_used": float(plan.outlook.used),
     }

@@ -68,7 +68,7 @@ class Lut:
         self._decode_w = Grid(grids[3], decode_axes, is_open=False)
 
     def of(self, model: ModelSpec) -> "Lut":
-        """Return this table as that of a model of the same shape under another name; they share all numbers."""
+        """Return this table as that of a model of the same shape under another name; numbers are shared."""
         if model == self.model:
             return self
         twin = copy(self)

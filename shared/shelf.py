@@ -39,7 +39,7 @@ class Shelf:
 
 
 class Kept:
-    """Modelled tables, those asked for last. Models of one shape share one: most are the same under other names.
+    """Modelled tables, those asked for last. Models of one shape share one, whatever their names and weights.
 
     Args:
         modelled: makes one.

@@ -65,6 +65,13 @@ class Cluster:
             if not index[key]:
                 del index[key]
 
+    def rearrange(self, on_gpu: Mapping[str, Iterable[str]]) -> None:
+        """Give GPUs these models and no others, an instance each; the GPUs without any rest then."""
+        kept = [instance for instance in self.instances() if not on_gpu.keys() & set(instance.gpus)]
+        fresh = [Instance(model=model, gpus=(gpu,)) for gpu in on_gpu for model in sorted(on_gpu[gpu])]
+        self.replace([*kept, *fresh])
+        self.rest_empty()
+
     def of_model(self, model: str) -> list[Instance]:
         """Return a model's instances."""
         return list(self._by_model.get(model, ()))

@@ -6,24 +6,24 @@ models of a crowded GPU are spread onto a resting one.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
+from services.consolidator.course import Course, stages_of
 from services.consolidator.demand import Demand
-from services.consolidator.moves import can_follow
+from services.consolidator.moves import Held
 from services.consolidator.place import usable_bytes
-from services.consolidator.plan import Outlook, Plan, assigned, expected, groupings
+from services.consolidator.plan import Outlook, Plan, assigned, expected, groupings, planned, sent_ms
 from services.consolidator.relief import Relief
 from services.consolidator.settings import ConsolidatorSettings
-from services.consolidator.survey import Need, Survey
+from services.consolidator.survey import Need, Survey, demands_of
 from services.consolidator.window import Windows
 from shared import events as ev
 from shared.devices import Device, device_for
 from shared.errors import ConfigError
 from shared.lut import Lut
-from shared.model import Instance, ModelSpec
+from shared.model import ModelSpec
 from shared.shelf import Kept, Shelf
 from shared.silicon import idle_power_w
 
@@ -46,6 +46,7 @@ class Consolidation:
         self.shelf = Shelf(Kept(luts))
         self.windows = Windows(settings.window_ms)
         self._relief = Relief(settings, cluster)
+        self._course = Course(cluster)
         self._steps: Steps | None = None
         self._now_ms = 0.0  # of the present step
         self._next_ms = 0.0
@@ -65,6 +66,7 @@ class Consolidation:
     def disturbed(self, now_ms: float) -> None:
         """There was too little of something: consolidate no more for a time."""
         self._too_little = True
+        self._course.give_up()
         self._not_before_ms = max(self._not_before_ms, now_ms + self._set.dwell_ms)
 
     @property
@@ -73,8 +75,9 @@ class Consolidation:
         return self._steps is not None
 
     def stop(self) -> None:
-        """Leave a look that has begun."""
+        """Leave a look that has begun, and a plan that is under way."""
         self._steps = None
+        self._course.give_up()
 
     def take_over(self) -> None:
         """This replica leads from here on: what the placement leaves empty rests, as for who led before."""
@@ -87,6 +90,7 @@ class Consolidation:
             return []
         cluster = self._cluster
         cluster.resting = {gpu for gpu in cluster.resting if not cluster.on_gpu(gpu)}
+        self._course.go_on(self._is_settled)
         crowded = self._relief.crowded(now_ms)
         actions: list[ev.Action] = [ev.Count(name="spreads") for gpu in crowded if self.spread(now_ms, gpu)]
         known_ms = now_ms - self.windows.heard_ms(now_ms) + self._set.observe_ms
@@ -198,12 +202,17 @@ class Consolidation:
                 continue
             load_ms = self._cluster.loads_ms(self._now_ms, holds, [need.spec for need in needs.values()])
             wake_ms = {gpu: self._cluster.wake_ms(gpu) for gpu in holds}
-            plan = assigned(groups, holds, load_ms, wake_ms, device, self._empty_w(device))
-            if not self._pays(as_it_is, plan, device):
+            plan = planned(assigned(groups, holds, load_ms, wake_ms), device, self._empty_w(device))
+            if not self._pays(as_it_is, plan, sent_ms([holds, plan.on_gpu], load_ms, wake_ms), device):
                 break
-            if not self._can_follow(holds, needs, plan):
+            way = stages_of(self._cluster, holds, needs, plan)
+            whole = bool(way) and way[-1] == plan.on_gpu
+            if way and not whole:
+                plan = planned(demands_of(way[-1], needs), device, self._empty_w(device))
+                whole = plan.fits(capacity) and plan.outlook.served_share >= least_served
+            if not whole or not self._pays(as_it_is, plan, sent_ms([holds, *way], load_ms, wake_ms), device):
                 return [ev.Count(name="consolidations_refused")]
-            self._apply(self._now_ms, holds.keys(), plan)
+            self._apply(self._now_ms, way, plan)
             return _told(as_it_is, plan.outlook)
         return []
 
@@ -231,17 +240,7 @@ class Consolidation:
         groups = [[needs[model].now for model in held] for held in holds.values()]
         return expected(groups, device, len(holds), self._empty_w(device))
 
-    def _can_follow(self, holds: Mapping[str, Sequence[str]], needs: Mapping[str, Need], plan: Plan) -> bool:
-        cluster = self._cluster
-        return can_follow(
-            holds,
-            plan.on_gpu,
-            {gpu: cluster.free_bytes(gpu, held) for gpu, held in holds.items()},
-            cluster.need_bytes,
-            {model for model, need in needs.items() if need.is_idle or need.copies < need.of},
-        )
-
-    def _pays(self, as_it_is: Outlook, plan: Plan, device: Device) -> bool:
+    def _pays(self, as_it_is: Outlook, plan: Plan, sent_ms: float, device: Device) -> bool:
         """Say whether a plan, which keeps the objectives, is worth its moves."""
         then = plan.outlook
         saved_w = as_it_is.power_w - then.power_w
@@ -249,17 +248,11 @@ class Consolidation:
             return False
         if then.used == as_it_is.used and saved_w < self._set.least_saving * as_it_is.power_w:
             return False
-        moved_j = plan.sent_ms / 1000.0 * device.context_idle_w
+        moved_j = sent_ms / 1000.0 * device.context_idle_w
         return saved_w * self._set.window_ms / 1000.0 > moved_j
 
-    def _apply(self, now_ms: float, gpus: AbstractSet[str], plan: Plan) -> None:
-        cluster = self._cluster
-        kept = [instance for instance in cluster.instances() if not gpus & set(instance.gpus)]
-        fresh = [
-            Instance(model=model, gpus=(gpu,)) for gpu in gpus for model in sorted(plan.on_gpu.get(gpu, ()))
-        ]
-        cluster.replace([*kept, *fresh])
-        cluster.rest_empty()
+    def _apply(self, now_ms: float, way: Sequence[Held], plan: Plan) -> None:
+        self._course.begin(way)
         self._tried, self._too_little = (plan.fullest_pct, self._rate_per_s(now_ms)), False
         self._not_before_ms = now_ms + self._set.dwell_ms
 

@@ -5,6 +5,7 @@ From what models need and what GPUs hold to a placement, and what is to be expec
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from services.consolidator.capacity import Capacity, least_gpus
 from services.consolidator.demand import Demand
@@ -33,17 +34,20 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which models go onto which GPU, by its name; GPUs that get none are not named.
+    """Which models go onto which GPU, by its name.
 
     Args:
-        fullest_pct: percent of the SMs used, of the GPU on which most are.
-        sent_ms: time to bring in what GPUs lack, one after another.
+        fullest_pct, fullest_bytes: percent of the SMs and memory used, of the GPU on which most are.
     """
 
     on_gpu: dict[str, list[str]]
     outlook: Outlook
     fullest_pct: float
-    sent_ms: float
+    fullest_bytes: int
+
+    def fits(self, capacity: Capacity) -> bool:
+        """Say whether no GPU is filled more than it may be."""
+        return self.fullest_pct <= capacity.sm_pct and self.fullest_bytes <= capacity.usable_bytes
 
 
 def expected(groups: Sequence[Group], device: Device, gpus: int, empty_w: float) -> Outlook:
@@ -103,29 +107,50 @@ def groupings(
 
 
 def assigned(
-    groups: Sequence[Sequence[Demand]],
+    groups: Sequence[Group],
     holds: Mapping[str, Sequence[str]],
     load_ms: Mapping[str, Mapping[str, float]],
     wake_ms: Mapping[str, float],
-    device: Device,
-    empty_w: float,
-) -> Plan:
-    """Give groups to the GPUs that lack least of them.
+) -> dict[str, Group]:
+    """Give groups to the GPUs that lack least of them; the others get an empty one.
 
     Args:
         holds: by GPU, the models that it has now; there are no more groups than GPUs.
         load_ms: by GPU and model, the time to load.
         wake_ms: by GPU, the time until it can begin to.
-        empty_w: power of a GPU without a model.
     """
     names = [[demand.model for demand in group] for group in groups]
     gpus = list(holds)
     loads_ms, wakes_ms = [load_ms[gpu] for gpu in gpus], [wake_ms[gpu] for gpu in gpus]
     costs = costs_ms([holds[gpu] for gpu in gpus], names, loads_ms, wakes_ms)
-    chosen = assign(costs)
+    on_gpu: dict[str, Group] = dict.fromkeys(gpus, ())
+    return on_gpu | {gpus[row]: groups[column] for column, row in enumerate(assign(costs))}
+
+
+def planned(on_gpu: Mapping[str, Group], device: Device, empty_w: float) -> Plan:
+    """Return the plan that each GPU gets its group; those that get none draw `empty_w`."""
+    groups = list(on_gpu.values())
     return Plan(
-        on_gpu={gpus[row]: names[column] for column, row in enumerate(chosen)},
-        outlook=expected(groups, device, len(gpus), empty_w),
+        on_gpu={gpu: sorted(demand.model for demand in group) for gpu, group in on_gpu.items()},
+        outlook=expected(groups, device, len(groups), empty_w),
         fullest_pct=max((sum(demand.sm_pct for demand in group) for group in groups), default=0.0),
-        sent_ms=float(sum(costs[row, column] for column, row in enumerate(chosen))),
+        fullest_bytes=max((sum(demand.need_bytes for demand in group) for group in groups), default=0),
     )
+
+
+def sent_ms(
+    placements: Sequence[Mapping[str, Sequence[str]]],
+    load_ms: Mapping[str, Mapping[str, float]],
+    wake_ms: Mapping[str, float],
+) -> float:
+    """Return the time to bring in what GPUs lack from each placement to the next, one after another.
+
+    Args:
+        load_ms, wake_ms: as for `assigned`.
+    """
+    total_ms = 0.0
+    for before, after in pairwise(placements):
+        for gpu, models in after.items():
+            total_ms += sum(load_ms[gpu][model] for model in models if model not in before[gpu])
+            total_ms += wake_ms[gpu] if models and not before[gpu] else 0.0
+    return total_ms

@@ -37,6 +37,20 @@ class Need:
     is_idle: bool
 
 
+def demands_of(held: Mapping[str, Sequence[str]], needs: Mapping[str, Need]) -> dict[str, list[Demand]]:
+    """Return what a placement on the way to another demands of each GPU, at most.
+
+    Where a model has fewer copies than now, each takes no more than where it has as few as are planned.
+    """
+    copies = Counter(model for models in held.values() for model in models)
+
+    def demand(model: str) -> Demand:
+        need = needs[model]
+        return need.now if copies[model] >= need.copies else need.demands[0]
+
+    return {gpu: [demand(model) for model in models] for gpu, models in held.items()}
+
+
 class Survey:
     """What the models on some GPUs need.
 

@@ -1,5 +1,7 @@
 """How the consolidator looks at the whole: a step at a time, and without what is unsettled."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 from test_consolidator_changes import SETTINGS, apart, pinned
@@ -10,9 +12,9 @@ from services.consolidator import plan as plan_module
 from services.consolidator.capacity import Capacity
 from services.consolidator.cluster import Cluster
 from services.consolidator.demand import Demand
-from services.consolidator.moves import can_follow
+from services.consolidator.moves import Held, stages
 from services.consolidator.pack import Packing, pack
-from services.consolidator.plan import groupings
+from services.consolidator.plan import Plan, groupings
 from services.consolidator.settings import ConsolidatorSettings
 from services.consolidator.survey import Survey
 from services.consolidator.window import Windows
@@ -231,32 +233,125 @@ def test_needs_are_found_some_at_a_time_and_again_if_the_model_has_changed() -> 
 # ---- whether a plan can be carried out
 
 
-def test_models_that_would_wait_for_one_another_are_found_out() -> None:
-    holds = {"g1": ["A", "c"], "g2": ["B", "d"], "g3": ["e"]}
+HOLDS = {"g1": ["A", "c"], "g2": ["B", "d"], "g3": ["e"]}
+SIZE = {"A": 60, "B": 60, "c": 30, "d": 30, "e": 30}
+
+
+def way(on_gpu: dict[str, list[str]], leave: tuple[str, ...] = (), **free: int) -> list[dict[str, list[str]]]:
+    """The placements from `HOLDS`, where each GPU has 5 bytes to spare or as many as said."""
+    free_bytes = {"g1": 5, "g2": 5, "g3": 5} | free
+    return stages(HOLDS, on_gpu, free_bytes, lambda gpu, model: SIZE[model], leave)
+
+
+def test_a_plan_is_one_placement_where_no_gpu_waits_for_another() -> None:
     swapped = {"g1": ["A", "d"], "g2": ["B", "c"], "g3": ["e"]}
-    size = {"A": 60, "B": 60, "c": 30, "d": 30, "e": 30}
-
-    def follows(on_gpu: dict[str, list[str]], leave: tuple[str, ...] = (), **free: int) -> bool:
-        free_bytes = {"g1": 5, "g2": 5, "g3": 5} | free
-        return can_follow(holds, on_gpu, free_bytes, lambda gpu, model: size[model], leave)
-
-    assert follows(holds)
-    assert not follows(swapped)
-    assert follows(swapped, g1=30)  # d goes first, then c
-    assert follows(swapped, leave=("c",))  # idle, or served elsewhere: d takes its room
+    assert way(swapped, g1=30) == [swapped]  # d goes first, then c
+    assert way(swapped, leave=("c",)) == [swapped]  # idle, or served elsewhere: d takes its room
     ring = {"g1": ["A", "d"], "g2": ["B", "e"], "g3": ["c"]}
-    assert not follows(ring) and follows(ring, g3=30)
-    assert not follows({"g1": ["A", "c", "e"], "g2": ["B", "d"]})
-    assert follows({"g1": ["A", "c", "e"], "g2": ["B", "d"]}, g1=30)
-    assert follows({"g1": ["A", "c"], "g2": ["B", "c"], "g3": ["e", "d"]}, g3=30)  # c on both: d goes first
+    assert way(ring) == [] and way(ring, g3=30) == [ring]
+    grown = {"g1": ["A", "c", "e"], "g2": ["B", "d"], "g3": []}
+    assert way(grown) == [] and way(grown, g1=30) == [grown]
+    both = {"g1": ["A", "c"], "g2": ["B", "c"], "g3": ["d", "e"]}
+    assert way(both, g3=30) == [both]  # c on both: d goes first
+
+
+def test_two_full_gpus_exchange_models_by_way_of_a_third() -> None:
+    swapped = {"g1": ["A", "d"], "g2": ["B", "c"], "g3": ["e"]}
+    assert way(swapped) == []
+    assert way(swapped, g3=30) == [
+        {"g1": ["A"], "g2": ["B", "d"], "g3": ["c", "e"]},
+        swapped,
+    ]
+
+
+def test_no_further_gpu_is_used_as_a_way_station() -> None:
+    holds, plan = HOLDS | {"g3": []}, {"g1": ["A", "d"], "g2": ["B", "c"], "g3": []}
+    free_bytes = {"g1": 5, "g2": 5, "g3": 95}
+    assert stages(holds, plan, free_bytes, lambda gpu, model: SIZE[model], ()) == []
+    holds, emptied = HOLDS | {"g4": ["f"]}, plan | {"g1": ["A", "d"], "g3": [], "g4": ["e", "f"]}
+    free_bytes = {"g1": 5, "g2": 5, "g3": 5, "g4": 30}
+    assert stages(holds, emptied, free_bytes, lambda gpu, model: SIZE.get(model, 60), ()) == [
+        {"g1": ["A", "c"], "g2": ["B", "d"], "g3": [], "g4": ["e", "f"]},
+        {"g1": ["A"], "g2": ["B", "d"], "g3": ["c"], "g4": ["e", "f"]},  # no more than at first
+        emptied,
+    ]
+
+
+def test_of_a_plan_without_a_way_the_part_that_can_be_carried_out_is_told() -> None:
+    """g1 and g2 cannot exchange c and d; e goes to g4 all the same, and i, which is idle, waits there."""
+    holds = HOLDS | {"g3": ["e", "g"], "g4": ["f", "i"]}
+    plan = {"g1": ["A", "d"], "g2": ["B", "c", "i"], "g3": ["g"], "g4": ["e", "f"]}
+    free_bytes = {"g1": 5, "g2": 5, "g3": 5, "g4": 30}
+    sizes = SIZE | {"f": 50, "g": 50, "i": 6}
+    found = stages(holds, plan, free_bytes, lambda gpu, model: sizes[model], ("i",))
+    part = {"g1": ["A", "c"], "g2": ["B", "d"], "g3": ["g"], "g4": ["e", "f"]}
+    assert found == [part | {"g4": ["e", "f", "i"]}]
 
 
 def test_a_plan_that_cannot_be_carried_out_is_refused_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consolidate, "can_follow", lambda *_: False)
+    monkeypatch.setattr(consolidate, "stages_of", lambda *_: [])
     lab = apart()
     told = counts_of(lab)
     lab.run(8_000)
     assert len(homes(lab)) == 3 and "consolidations_refused" in {count.name for count in told}
+
+
+def test_a_part_of_a_plan_is_put_in_force_if_it_saves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three models would fit on one GPU; as if the third could not be moved, two GPUs are left."""
+    models = apart().run(250).placed
+    first, second, third = sorted(models)
+    part = {gpu: [] for gpus in models.values() for gpu in gpus}
+    part[models[first][0]], part[models[third][0]] = [first, second], [third]
+    monkeypatch.setattr(consolidate, "stages_of", lambda *_: [part])
+    lab = apart()
+    told = counts_of(lab)
+    lab.run(8_000)
+    assert len(homes(lab)) == 2 and "consolidations" in {count.name for count in told}
+
+
+def in_two_stages(monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A laboratory that has put the first of two placements in force."""
+    real = consolidate.stages_of
+
+    def stages_of(cluster: Cluster, holds: Held, needs: Any, plan: Plan) -> list[dict[str, list[str]]]:
+        [goal] = real(cluster, holds, needs, plan)
+        [home] = [gpu for gpu, models in goal.items() if models]
+        mover, stays = [(gpu, held[0]) for gpu, held in holds.items() if gpu != home]
+        between = {home: sorted([*holds[home], mover[1]]), mover[0]: [], stays[0]: [stays[1]]}
+        return [between, goal]
+
+    monkeypatch.setattr(consolidate, "stages_of", stages_of)
+    lab = apart()
+    for _ in range(40):
+        if len(homes(lab.run(250))) == 2:
+            return lab
+    raise AssertionError("nothing was put in force")
+
+
+def test_the_next_placement_waits_until_the_one_before_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = in_two_stages(monkeypatch)
+    for gpu in lab.gpus.values():
+        gpu.obeys = False
+    lab.run(5_000)
+    assert len(homes(lab)) == 2
+    for gpu in lab.gpus.values():
+        gpu.obeys = True
+    assert len(homes(lab.run(5_000))) == 1
+
+
+def test_the_rest_of_a_plan_is_given_up_when_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = in_two_stages(monkeypatch)
+    lab.core._consolidation.disturbed(lab.now_ms)
+    assert len(homes(lab.run(5_000))) == 2
+
+
+def test_the_rest_of_a_plan_is_given_up_when_a_gpu_gets_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = in_two_stages(monkeypatch)
+    lab.do(ev.ModelRegistered(model=spec("late", 1)))
+    lab.run(5_000)
+    assert "late" in lab.placed and len(homes(lab)) >= 2
 
 
 # ---- what is told, and to whom it is handed on

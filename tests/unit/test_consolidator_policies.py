@@ -9,7 +9,7 @@ from services.consolidator.demand import Demand, Wanted, need_bytes
 from services.consolidator.ewr import ewr, optimal, power_w, served_share, waste
 from services.consolidator.mapping import assign, costs_ms
 from services.consolidator.pack import Packing, pack
-from services.consolidator.plan import assigned, groupings
+from services.consolidator.plan import assigned, groupings, planned, sent_ms
 from services.consolidator.preference import prefer
 from services.consolidator.window import Load, Windows
 from shared.catalog import emulated_models
@@ -252,10 +252,13 @@ def test_a_plan_packs_onto_gpus_that_have_the_models() -> None:
     load_ms = {"red": 40.0, "blue": 50.0, "green": 10.0, "purple": 20.0}
     [groups] = groupings(demands, len(holds), CAPACITY)
     assert groups is not None
-    plan = assigned(groups, holds, dict.fromkeys(holds, load_ms), dict.fromkeys(holds, 0.0), H100, 0.0)
-    assert {gpu: set(models) for gpu, models in plan.on_gpu.items()} == {
-        "g2": {"blue", "red"},  # the larger of each pair stays
-        "g4": {"purple", "green"},
+    of_gpu, wake_ms = dict.fromkeys(holds, load_ms), dict.fromkeys(holds, 7.0)
+    plan = planned(assigned(groups, holds, of_gpu, wake_ms), H100, 0.0)
+    assert {gpu: models for gpu, models in plan.on_gpu.items() if models} == {
+        "g2": ["blue", "red"],  # the larger of each pair stays
+        "g4": ["green", "purple"],
     }
     assert plan.outlook.used == 2
+    assert sent_ms([holds, plan.on_gpu], of_gpu, wake_ms) == 40.0 + 10.0
+    assert sent_ms([holds, plan.on_gpu, holds], of_gpu, wake_ms) == 2 * (40.0 + 10.0) + 2 * 7.0
     assert list(groupings(demands, 1, CAPACITY)) == [None]

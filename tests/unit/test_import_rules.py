@@ -82,6 +82,7 @@ SHELL_FOLDER = "services/local_sched/vllm_ext/"
 PURE_STDLIB = {
     "bisect",
     "collections",
+    "copy",
     "dataclasses",
     "enum",
     "functools",

@@ -202,6 +202,8 @@ class Consolidation:
                 continue
             load_ms = self._cluster.loads_ms(self._now_ms, holds, [need.spec for need in needs.values()])
             wake_ms = {gpu: self._cluster.wake_ms(gpu) for gpu in holds}
+            as_is = {(d.model, d.copy): d for need in needs.values() for d in need.demands}
+            groups = [[as_is[d.model, d.copy] for d in group] for group in groups]
             plan = planned(assigned(groups, holds, load_ms, wake_ms), device, self._empty_w(device))
             if not self._pays(as_it_is, plan, sent_ms([holds, plan.on_gpu], load_ms, wake_ms), device):
                 break

@@ -437,3 +437,17 @@ def test_help_for_a_removed_model_is_not_given() -> None:
     lab.now_ms += 1_600
     lab.do(ev.ScaleOut(model="gone", scheduler="s", reason="sustained_deficit"))
     assert "gone" not in lab.placed
+
+
+@pytest.mark.parametrize("consolidation", ["ewr", "demand"])
+def test_a_plan_made_without_clocks_is_judged_by_those_that_models_want(
+    consolidation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, judged, grouped, assign = [], [], consolidate.groupings, consolidate.assigned
+    monkeypatch.setattr(consolidate, "groupings", lambda *a: packed.extend(a[0]) or grouped(*a))
+    monkeypatch.setattr(consolidate, "assigned", lambda *a: judged.extend(a[0]) or assign(*a))
+    lab = apart(replace(SETTINGS, consolidation=consolidation)).run(12_000)
+    assert len(homes(lab)) == 1
+    wanted = {demand.clock_mhz for group in judged for demand in group}
+    assert 1635 not in wanted
+    assert {demand.clock_mhz for demand in packed} == ({1635} if consolidation == "demand" else wanted)

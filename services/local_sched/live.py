@@ -27,6 +27,8 @@ ANY = "*"  # as request id: whichever request of the model moves best
 def prepare(state: State, now_ms: float, event: Prepare) -> list[Action]:
     """Say how a running request had better move, and note that it is to; one that stays is left alone."""
     transfer = state.moves.transfers.get(event.move_id)
+    if transfer is not None and transfer.committed:
+        return []  # a repeat that was long on its way
     if transfer is None:
         work, choice, reason = _choose(state, event)
         if work is None:

@@ -152,6 +152,13 @@ def test_a_frozen_request_is_handed_out_when_its_engine_is_done_with_it():
     assert bench.state.ledger.pools[MODEL.name].holders == {}
 
 
+def test_repeats_that_come_after_the_commit_change_nothing():
+    bench = source()
+    for step in (prepare(), freeze(), exported(), COMMIT):
+        bench.do(step)
+    assert [bench.do(step) for step in (prepare(), freeze(), COMMIT)] == [[]] * 3
+
+
 @pytest.mark.parametrize("ending", [ABORT, None])
 def test_a_move_that_ends_lets_the_request_go_on_with_all_it_has(ending):
     bench = source()

@@ -93,6 +93,16 @@ class SetClock(Order):
     sm_clock_mhz: int
 
 
+class RestDevice(Order):
+    """Let a device without engines rest deeper, to draw less and wake later; with engines, nothing happens.
+
+    `state` is ``cold`` (the process that holds the context ends) or ``off`` (its power is cut). The next load
+    wakes it, and takes so much longer.
+    """
+
+    state: str
+
+
 class EngineReady(Event):
     """A model is loaded and can run requests. KV is allocated in blocks of `block_tokens` tokens."""
 
@@ -175,7 +185,7 @@ class ClockApplied(Event):
 
 
 class DeviceSampled(Event):
-    """Periodic reading of the device. `state` is ``active``, ``warm`` or ``cold``; None: unknown.
+    """Periodic reading of the device. `state` is as in `silicon.wake_ms`; None: unknown.
 
     `energy_source` says where the joules come from: ``counter``, ``integrated`` power, ``modelled``, or
     ``unknown``. `meter_faults` counts what was wrong with the meter so far, by kind.

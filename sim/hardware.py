@@ -96,7 +96,8 @@ class Hardware:
                 self.advance(node)
             running = sum(len(engine.sequences) for engine in gpu.engines.values())
             waiting = len(node.local.state.queue) if node.core else 0
-        parts_j, spent_ms = node.parts_j, node.spent_ms
+        parts_j = node.parts_j
+        active_ms, warm_ms, sleeping_ms, cold_ms, off_ms = node.spent_ms
         record = self.records[node.ident]
         record.request_j, record.overhead_j, record.idle_j = node.uses_j
         record.samples.append(
@@ -109,9 +110,11 @@ class Hardware:
                 waiting=waiting,
                 energy_j=sum(parts_j),
                 parts_j=parts_j,  # type: ignore[arg-type]
-                busy_ms=spent_ms[0],
-                warm_ms=spent_ms[1],
-                cold_ms=spent_ms[2],
+                busy_ms=active_ms,
+                warm_ms=warm_ms,
+                empty_ms=sleeping_ms + cold_ms + off_ms,
+                sleeping_ms=sleeping_ms,
+                off_ms=off_ms,
             )
         )
         if period_ms:

@@ -28,7 +28,7 @@ from sim.figures import check_plottable
 from sim.live_plot import plot
 from sim.live_pool import ENDS_S, TAIL_S, Live, live_run, prompt_of
 from sim.replay import Differs, replay
-from sim.report import attainment, quantiles, window_totals
+from sim.report import attainment, metered_j, quantiles
 from sim.scenario import RequestRecord, Scenario, Settings
 from sim.workload import Arrival, generate
 from sim.world import run
@@ -119,8 +119,7 @@ def simulated(
     settings = Settings(local=LocalSettings(fixed_clock_mhz=fixed_mhz))
     world = Scenario(models=models, arrivals=later, gpus=gpus, horizon_ms=end_ms, settings=settings)
     result = run(world)
-    parts_j, _ = window_totals(result.devices, LEAD_MS, until_ms)
-    return sum(parts_j), result.requests
+    return metered_j(result.devices, LEAD_MS, until_ms), result.requests
 
 
 def figures(energy_j: float, requests: Sequence[RequestRecord]) -> Figures:

@@ -94,7 +94,7 @@ class GpuNode(Node):
     asked_mhz: list[int] = field(default_factory=list)
     past_parts_j: tuple[float, ...] = (0.0,) * 5
     past_uses_j: tuple[float, ...] = (0.0,) * 3
-    past_ms: tuple[float, ...] = (0.0,) * 3
+    past_ms: tuple[float, ...] = (0.0,) * 5
 
     @property
     def local(self) -> LocalSchedCore:
@@ -145,8 +145,8 @@ class GpuNode(Node):
 
     @property
     def spent_ms(self) -> tuple[float, ...]:
-        """Time so far: (active, idle and warm, idle and cold)."""
-        now = self.gpu.state_ms if self.gpu else (0.0,) * 3
+        """Time so far: active, or idle and (warm, sleeping, cold, off)."""
+        now = self.gpu.state_ms if self.gpu else (0.0,) * 5
         return tuple(map(float.__add__, self.past_ms, now))
 
 

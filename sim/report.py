@@ -1,8 +1,9 @@
 """What a run came to: energy, attainment, latencies and clocks over a window of it.
 
 Energy names its idle accounting. A device without engines is taken as ``warm`` (it keeps its context),
-``cold`` (its process has ended; this is what the emulated meter counts) or ``off`` (no power at all; what
-switching it off and on costs is not counted). Joules per token and the energy by part are those of ``cold``.
+``cold`` (its process has ended) or ``off`` (no power at all; what switching it off and on costs is not
+counted), whichever of them it was: the local scheduler's settings say that, and the emulated meter counts it.
+Joules per token and the energy by part are those of ``cold``.
 
 A token is late if it reaches the client after ``arrival + TTFT + i * TBT`` (i from 0): tokens that came early
 are buffered, as in Aegaeon. Attainment is then counted in three ways:
@@ -102,7 +103,7 @@ class Report(Struct):
 
 def report(result: Result, device: Device, from_ms: float, until_ms: float) -> Report:
     """Return the numbers of a run over the window [from_ms, until_ms)."""
-    parts_j, cold_ms = window_totals(result.devices, from_ms, until_ms)
+    parts_j, empty_ms = window_totals(result.devices, device, from_ms, until_ms)
     cold_j = sum(parts_j)
     arrived = [r for r in result.requests if from_ms <= r.arrived_ms < until_ms]
     tokens = tokens_between(result.requests, from_ms, until_ms)
@@ -116,9 +117,9 @@ def report(result: Result, device: Device, from_ms: float, until_ms: float) -> R
     span_ms = until_ms - from_ms
     return Report(
         energy_j=Energy(
-            warm=cold_j + (device.context_idle_w - device.static_w) * cold_ms / 1000,
+            warm=cold_j + (device.context_idle_w - device.static_w) * empty_ms / 1000,
             cold=cold_j,
-            off=cold_j - device.static_w * cold_ms / 1000,
+            off=cold_j - device.static_w * empty_ms / 1000,
         ),
         energy_parts_j=EnergyParts(*parts_j),
         output_tokens=tokens,
@@ -127,7 +128,7 @@ def report(result: Result, device: Device, from_ms: float, until_ms: float) -> R
         ttft_ms=Latency(*quantiles([r.token_ms[0] - r.arrived_ms for r in arrived if r.token_ms], 0.5, 0.99)),
         tbt_ms=Latency(*quantiles(gaps_ms(arrived), 0.5, 0.99)),
         clock_mhz=Clocks(*quantiles(clocks, 0.1, 0.5, 0.9)),
-        active_gpus_mean=len(result.devices) - cold_ms / span_ms,
+        active_gpus_mean=len(result.devices) - empty_ms / span_ms,
         loads=_counted(result, "local_sched.loads"),
         migrations=_counted(result, "local_sched.moves.source"),
         clock_switches=_counted(result, "local_sched.clock_switches"),
@@ -186,21 +187,36 @@ def tokens_between(requests: Sequence[RequestRecord], from_ms: float, until_ms: 
 
 
 def window_totals(
-    devices: Sequence[DeviceRecord], from_ms: float, until_ms: float
+    devices: Sequence[DeviceRecord], device: Device, from_ms: float, until_ms: float
 ) -> tuple[list[float], float]:
     """Return (joules by part, ms without an engine) of all devices within a window.
 
-    Between two samples both are taken to grow evenly.
+    The joules are those of devices that are cold whenever they have no engine. Between two samples all is
+    taken to grow evenly.
     """
-    totals = np.zeros(6)
+    totals = np.zeros(8)
     for record in devices:
         at_ms = [0.0, *(sample.at_ms for sample in record.samples)]
-        series = zip(*((*sample.parts_j, sample.cold_ms) for sample in record.samples), strict=True)
-        for index, values in enumerate(series):
+        rows = ((*s.parts_j, s.empty_ms, s.sleeping_ms, s.off_ms) for s in record.samples)
+        for index, values in enumerate(zip(*rows, strict=True)):
             lower, upper = np.interp((from_ms, until_ms), at_ms, [0.0, *values])
             totals[index] += upper - lower
-    *parts_j, cold_ms = totals.tolist()
-    return parts_j, cold_ms
+    floor_j, context_j, *above_j, empty_ms, sleeping_ms, off_ms = totals.tolist()
+    if device.has_meter:
+        floor_j += device.static_w * off_ms / 1000
+        context_j -= (device.context_idle_w - device.static_w) * sleeping_ms / 1000
+    return [floor_j, context_j, *above_j], empty_ms
+
+
+def metered_j(devices: Sequence[DeviceRecord], from_ms: float, until_ms: float) -> float:
+    """Return the joules that all devices drew within a window, in whatever states they were."""
+    joules = 0.0
+    for record in devices:
+        at_ms = [0.0, *(sample.at_ms for sample in record.samples)]
+        energy_j = [0.0, *(sample.energy_j for sample in record.samples)]
+        lower, upper = np.interp((from_ms, until_ms), at_ms, energy_j)
+        joules += float(upper - lower)
+    return joules
 
 
 def quantiles(values: "Sequence[float] | Floats", *at: float) -> list[float | None]:

@@ -163,7 +163,8 @@ class DeviceSample(Struct, array_like=True):
     Args:
         parts_j: (floor, context, clock, HBM, compute): powered on; a context kept; SMs clocked; bytes read;
             arithmetic. They add up to `energy_j`.
-        busy_ms, warm_ms, cold_ms: time with a step running or a model loading; idle with engines; without.
+        busy_ms, warm_ms, empty_ms: time with a step running or a model loading; idle with engines; without.
+        sleeping_ms, off_ms: parts of `empty_ms`; in the rest of it the device was cold.
     """
 
     at_ms: float
@@ -176,7 +177,9 @@ class DeviceSample(Struct, array_like=True):
     parts_j: tuple[float, float, float, float, float]
     busy_ms: float
     warm_ms: float
-    cold_ms: float
+    empty_ms: float
+    sleeping_ms: float = 0.0
+    off_ms: float = 0.0
 
 
 @dataclass(slots=True)

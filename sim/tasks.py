@@ -84,19 +84,19 @@ def play_task(task: Task, progress: Callable[[float], None] | None = None) -> di
         ),
         progress=progress,
     )
-    return {index: counted(result, low_ms, high_ms) for index, low_ms, high_ms in task.counted}
+    return {index: counted(result, case.device, low_ms, high_ms) for index, low_ms, high_ms in task.counted}
 
 
-def counted(result: Result, from_ms: float, until_ms: float) -> Counts:
+def counted(result: Result, device: Device, from_ms: float, until_ms: float) -> Counts:
     """Return what came of a run in [from_ms, until_ms)."""
     arrived = [one for one in result.requests if from_ms <= one.arrived_ms < until_ms]
-    parts_j, cold_ms = window_totals(result.devices, from_ms, until_ms)
+    parts_j, empty_ms = window_totals(result.devices, device, from_ms, until_ms)
     return Counts(
         on_time=sum(map(request_met, arrived)),
         tokens_on_time=sum(one.output_tokens - late_tokens(one) for one in arrived),
         tokens=tokens_between(result.requests, from_ms, until_ms),
         energy_j=sum(parts_j),
-        gpu_ms=len(result.devices) * (until_ms - from_ms) - cold_ms,
+        gpu_ms=len(result.devices) * (until_ms - from_ms) - empty_ms,
     )
 
 

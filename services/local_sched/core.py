@@ -16,6 +16,7 @@ from services.local_sched import (
     grants,
     live,
     plans,
+    rest,
     running,
     summary,
     transfer,
@@ -25,7 +26,7 @@ from services.local_sched.energy import EnergyBook
 from services.local_sched.ledger import Ledger
 from services.local_sched.outbox import Outbox
 from services.local_sched.settings import LocalSettings
-from services.local_sched.state import State
+from services.local_sched.state import EMULATED, State
 from shared import engine as en
 from shared import events as ev
 from shared.devices import Device
@@ -69,9 +70,11 @@ class LocalSchedCore:
             ledger=Ledger(int(device.total_bytes * (1.0 - settings.memory_margin))),
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
-            elastic_kv=elastic_kv and engine == engines.EMULATED,
+            elastic_kv=elastic_kv and engine == EMULATED,
             energy=EnergyBook(device.power_cap_w, device.static_w),
+            empty_ms=started_ms,
         )
+        rest.note(self.state, started_ms)
         handlers: dict[type, Callable[[State, float, Any], list[ev.Action]]] = {
             ev.Submit: admission.submit,
             ev.Abort: ends.abort,
@@ -160,7 +163,7 @@ def _beat(state: State, now_ms: float) -> list[ev.Action]:
     for scheduler, heard_ms in list(state.schedulers.items()):
         if now_ms - heard_ms >= state.settings.scheduler_lease_ms:
             del state.schedulers[scheduler], state.admitted_through[scheduler]
-    actions = watch.give_up_loading(state, now_ms)
+    actions = [*watch.give_up_loading(state, now_ms), *rest.deepen(state, now_ms)]
     if state.bus_lost:
         return actions  # nobody else's silence means anything now
     actions += state.outbox.resend(now_ms, state.settings.resend_ms)

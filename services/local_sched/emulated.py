@@ -33,6 +33,7 @@ from shared.engine import (
     ExportKv,
     LoadEngine,
     Order,
+    RestDevice,
     RunRequest,
     SetClock,
     SetPlan,
@@ -43,7 +44,7 @@ from shared.engine import (
 )
 from shared.events import Event
 from shared.model import Request
-from shared.silicon import load_ms
+from shared.silicon import load_ms, wake_ms
 
 
 class EmulatedGpu:
@@ -83,6 +84,8 @@ class EmulatedGpu:
         self._engines: dict[str, Engine] = {}
         self._orders: deque[tuple[float, Order]] = deque()
         self._clock_mhz = device.default_clock_mhz
+        self._rest = "sleeping"  # its state without engines: a process stands ready at first
+        self._awake_ms = -math.inf  # from when on there is a context
         self._hung_ms: dict[str, float] = {}  # since when nothing was heard of them
         self._now_ms: float | None = None
         self._wake_ms: float | None = None
@@ -164,7 +167,11 @@ class EmulatedGpu:
 
     @property
     def state(self) -> str:
-        """``active`` while a step runs or a model loads, ``warm`` with idle engines, ``cold`` with none."""
+        """``active`` while a step runs or a model loads, ``warm`` with idle engines.
+
+        Without engines it is ``sleeping``, for a process stands ready, until it is told to be ``cold`` or
+        ``off``.
+        """
         return self._meter.state
 
     @property
@@ -212,7 +219,7 @@ class EmulatedGpu:
 
     @property
     def state_ms(self) -> tuple[float, ...]:
-        """Time spent so far active, warm and cold."""
+        """Time spent so far active, warm, sleeping, cold and off."""
         return self._meter.state_ms(self._now_ms or 0.0)
 
     # ---- time and energy
@@ -270,15 +277,15 @@ class EmulatedGpu:
         """Work out speeds and power from what runs now, and move the ends of the running steps."""
         steps = self._steps()
         loading = any(engine.ready_ms is not None for engine in self._engines.values())
-        conditions = (self._clock_mhz, loading, len(self._engines), *steps)
+        conditions = (self._clock_mhz, loading, len(self._engines), self._rest, *steps)
         if conditions != self._conditions:
             self._conditions = conditions
             use = REQUESTS if steps else OVERHEAD if loading else IDLE
-            state = "active" if use != IDLE else "warm" if self._engines else "cold"
+            state = "active" if use != IDLE else "warm" if self._engines else self._rest
             if steps:
                 parts_w = run_together(self.device, self._clock_mhz, steps, now_ms)
             else:
-                parts_w = idle_parts_w(self.device, bool(self._engines))
+                parts_w = idle_parts_w(self.device, state)
             self._meter.set(use, state, parts_w)
         self._look_ahead()
 
@@ -315,6 +322,9 @@ class EmulatedGpu:
             events.append(
                 ClockApplied(asked_mhz=order.sm_clock_mhz, applied_mhz=self._clock_mhz, reason=reason)
             )
+        elif isinstance(order, RestDevice):
+            if not self._engines:
+                self._rest = order.state
         elif isinstance(order, UnloadEngine):
             engine = self._engines.pop(order.model, None)
             self._hung_ms.pop(order.model, None)
@@ -359,7 +369,9 @@ class EmulatedGpu:
         elif needed > free:
             reason = f"out of memory: weights and KV pool take {needed} bytes, {free} are free"
         else:
-            took_ms = float(load_ms(self.device, model.weight_bytes, order.source))
+            self._awake_ms = max(self._awake_ms, now_ms + wake_ms(self.device, self._rest))
+            self._rest = "sleeping"
+            took_ms = self._awake_ms - now_ms + load_ms(self.device, model.weight_bytes, order.source)
             self._engines[model.name] = Engine(model, order.kv_pool_bytes, took_ms, now_ms + took_ms)
             return
         events.append(EngineEnded(model=model.name, reason=reason))

@@ -4,7 +4,7 @@ Between two changes of conditions the power is constant, so the sums are exact h
 """
 
 REQUESTS, OVERHEAD, IDLE = "requests", "overhead", "idle"
-STATES = ("active", "warm", "cold")
+STATES = ("active", "warm", "sleeping", "cold", "off")
 Parts = tuple[float, float, float, float, float]
 """Of a power or an energy, by what it is for: floor, context, SM clock, HBM, compute."""
 
@@ -16,7 +16,7 @@ class Meter:
         self.since_ms = 0.0
         self.power_w = 0.0
         self.use = IDLE
-        self.state = "cold"
+        self.state = "sleeping"
         self._parts_w: Parts = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._parts_j: Parts = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._energy_j = 0.0

@@ -19,6 +19,7 @@ from shared.silicon import (
     capped_clock_mhz,
     contention,
     dynamic_parts_w,
+    idle_power_w,
     rates,
     step_ms,
 )
@@ -105,11 +106,13 @@ def scaled(work: StepWork, times: float) -> StepWork:
     )
 
 
-def idle_parts_w(device: Device, has_context: bool) -> Parts:
+def idle_parts_w(device: Device, state: str) -> Parts:
     """Return the power of a device on which no step runs, by what it is for."""
     if not device.has_meter:
         return 0.0, 0.0, 0.0, 0.0, 0.0
-    return device.static_w, device.context_idle_w - device.static_w if has_context else 0.0, 0.0, 0.0, 0.0
+    all_w = idle_power_w(device, state)
+    floor_w = min(all_w, device.static_w)
+    return floor_w, all_w - floor_w, 0.0, 0.0, 0.0
 
 
 def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: float) -> Parts:

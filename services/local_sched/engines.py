@@ -5,15 +5,13 @@ failed; the consolidator, which places models, orders it loaded again, with a ba
 engines share their fate, the others are ended with it, and loaded again once all are gone.
 """
 
+from services.local_sched import rest
 from services.local_sched.ends import drop_move, fail
-from services.local_sched.energy import IDLE, OVERHEAD
 from services.local_sched.moves import DESTINATION
 from services.local_sched.state import Engine, State
 from shared.engine import EngineEnded, EngineReady, LoadEngine, UnloadEngine
 from shared.events import Action, Count, HostWeights, Load, Send, Unload, WeightsUsed
 from shared.model import ModelSpec
-
-EMULATED = "emulated"
 
 
 def load(state: State, now_ms: float, event: Load) -> list[Action]:
@@ -46,7 +44,7 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
         needed, free = spec.weight_bytes + pool_bytes, state.ledger.free_bytes
         reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
     else:
-        _note_rest(state, now_ms)
+        rest.note(state, now_ms)
         engine.source = state.caches.source(now_ms, state.host, spec)
         return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes, source=engine.source)]
     engine.state, engine.reason = "failed", reason
@@ -93,7 +91,7 @@ def ready(state: State, now_ms: float, event: EngineReady) -> list[Action]:
     elastic = state.elastic_kv and not state.settings.kv_pool_bytes
     state.ledger.resize(event.model, 0 if elastic else event.kv_pool_bytes, event.block_tokens)
     engine.state, engine.used_ms, engine.progress_ms = "ready", now_ms, now_ms
-    _note_rest(state, now_ms)
+    rest.note(state, now_ms)
     state.changed()
     return [
         Send(to=state.host, message=WeightsUsed(model=engine.spec)),
@@ -126,7 +124,7 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
         actions.append(Count(name="engines_lost", labels={"model": event.model}))
         if state.settings.shared_fate and not state.clearing:
             actions += _end_others(state, now_ms, event.model)
-    _note_rest(state, now_ms)
+    rest.note(state, now_ms)
     return [*actions, *_load_again(state, now_ms)]
 
 
@@ -149,10 +147,3 @@ def _load_again(state: State, now_ms: float) -> list[Action]:
         return []
     specs, state.to_load, state.clearing = list(state.to_load.values()), {}, False
     return [order for spec in specs for order in _load(state, now_ms, spec)]
-
-
-def _note_rest(state: State, now_ms: float) -> None:
-    """Tell the energy book what the device draws while no step runs: it depends on what is loaded."""
-    here = [engine.state for engine in state.engines.values() if engine.state != "failed"]
-    power_w = state.device.context_idle_w if here else state.device.static_w
-    state.energy.rests(now_ms, power_w, OVERHEAD if "loading" in here else IDLE)

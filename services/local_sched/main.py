@@ -18,7 +18,7 @@ from services.local_sched.made_up import VocabSlice
 from services.local_sched.nvml import NvmlGpu
 from services.local_sched.presets import preset
 from services.local_sched.settings import LocalSettings
-from services.local_sched.state import State
+from services.local_sched.state import EMULATED, State
 from services.local_sched.work import Stage
 from shared import engine as en
 from shared import standin
@@ -128,6 +128,10 @@ async def serve(
 ) -> bool:
     """Run until told to stop; returns whether all went well. `stages` is the folder of the host's stages."""
     device = where.device
+    if settings.off_after_ms and where.engine != EMULATED:
+        raise ConfigError(
+            "FESTINA_LOCAL_SCHED_OFF_AFTER_MS must be 0: nothing here can cut the power of a real GPU"
+        )
     shell = Shell(LOCAL, common.id, common)
     engines = engines_for(where, device, shell.heard, stages)
     core = LocalSchedCore(
@@ -182,11 +186,12 @@ async def _sample(shell: Shell, core: LocalSchedCore, engines: Engines) -> None:
 
 
 def _show_load(metrics: Metrics, state: State) -> None:
-    """Show the clock, and by model whether it is resident, how many requests run and wait, and their KV.
+    """Show clock and state, and by model whether it is resident, how many requests run and wait, their KV.
 
     Without requests, what is promised and what is unacknowledged is 0 as well.
     """
     metrics.show("sm_clock_mhz", {}, state.clock_mhz)
+    metrics.show_each("device_state", "state", {state.device_state: 1.0})
     waiting = Counter(work.request.model for work in state.works.values() if work.stage is not Stage.RUNNING)
     ready = {name: float(engine.state == "ready") for name, engine in state.engines.items()}
     metrics.show_each("resident", "model", ready)

@@ -34,6 +34,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             `kv_pool_bytes` is 0.
         load_timeout_ms, load_timeout_factor: an engine that is still loading after this long, and after so
             many times what its look-up table says, hangs; it is ended, and has failed.
+        cold_after_ms: a device without engines for this long rests ``cold``: what holds its context is ended.
+        off_after_ms: one without engines for this long is switched ``off``; 0: never, as its platform cannot.
         stall_ms, stall_factor: an engine that has work and makes no step for this long, and for so many times
             what its look-up table says of one, hangs; it is ended, and has failed.
         silence_ms: so is one of whose process nothing was heard for this long.
@@ -91,6 +93,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fixed_pool_share: float = 0.25
     load_timeout_ms: float = 180_000.0
     load_timeout_factor: float = 10.0
+    cold_after_ms: float = 10_000.0
+    off_after_ms: float = 0.0
     stall_ms: float = 1_000.0
     stall_factor: float = 5.0
     silence_ms: float = 500.0

@@ -18,6 +18,8 @@ from shared.model import ModelSpec, Plan
 from shared.shelf import Shelf
 from shared.weights import HostCaches
 
+EMULATED = "emulated"  # kind of engines
+
 
 @dataclass(slots=True)
 class Engine:
@@ -117,6 +119,7 @@ class State:
         limit_mhz, limited_ms: the highest clock that power and heat have allowed, and when; None: any.
         work_changed: the set of running work changed since the last decision.
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
+        rest: the state in which the device is without engines; `empty_ms` is since when it has none.
         to_load: models to be loaded once engines are gone, in that order.
         clearing: one has died that takes all others with it, and they are not all gone yet.
         drained, room_short: the placement in force says so.
@@ -172,11 +175,21 @@ class State:
     heartbeat_ms: float = -math.inf
     looked_ms: float = -math.inf
     device_state: str = "cold"
+    rest: str = field(init=False)
+    empty_ms: float | None = 0.0
     power_w: float | None = None
     energy_j: float | None = None
     work_changed: bool = False
     admit_due: bool = False
     summary_due: bool = True
+
+    def __post_init__(self) -> None:
+        self.rest = self.first_rest
+
+    @property
+    def first_rest(self) -> str:
+        """How the device rests at first: only an emulated one has a process that stands ready."""
+        return "sleeping" if self.engine_kind == EMULATED else "cold"
 
     @property
     def kv_pool_bytes(self) -> int:

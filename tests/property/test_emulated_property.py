@@ -185,4 +185,4 @@ def test_engines_that_may_not_load_take_nothing(
     gpu, events = play(order_list(runs, changes), 0.0, False)
     assert [event.model for event in events if isinstance(event, EngineEnded)] == ["a", "b", "c"]
     assert not [event for event in events if isinstance(event, StepDone)]
-    assert (gpu.state, gpu.used_bytes, gpu.request_energy_j) == ("cold", 0, 0.0)
+    assert (gpu.state, gpu.used_bytes, gpu.request_energy_j) == ("sleeping", 0, 0.0)

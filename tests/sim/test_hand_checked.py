@@ -84,9 +84,9 @@ def test_three_prompts_one_after_another_take_their_prefills_and_the_rest_is_idl
     busy_s = sum(prefill_ms(n) for n in prompts) / 1e3
     loading_s = LOADED_MS / 1e3
     load_ordered_s = 1.5 + ORDER_MS / 1e3  # the consolidator lets the cluster settle first
-    assert device.samples[-1].cold_ms == pytest.approx(load_ordered_s * 1e3, abs=1e-6)
+    assert device.samples[-1].sleeping_ms == pytest.approx(load_ordered_s * 1e3, abs=1e-6)
     assert device.overhead_j == pytest.approx(110 * loading_s, rel=1e-9)
-    idle_j = 70 * load_ordered_s + 110 * (20 - load_ordered_s - loading_s - busy_s)
+    idle_j = 110 * (20 - loading_s - busy_s)  # before the load as well: a process stands ready
     assert device.idle_j == pytest.approx(idle_j, rel=1e-9)
     assert device.request_j == pytest.approx(sum(r.energy_j or 0 for r in result.requests), rel=1e-9)
 
@@ -151,5 +151,5 @@ def test_a_week_of_one_request_an_hour_does_not_drift() -> None:
     assert spans == pytest.approx([spans[0]] * week, abs=2e-6)
     device, last = result.devices[0], result.devices[0].samples[-1]
     assert last.energy_j == pytest.approx(device.request_j + device.overhead_j + device.idle_j, rel=1e-12)
-    assert last.busy_ms + last.warm_ms + last.cold_ms == pytest.approx(week * hour, rel=1e-12)
+    assert last.busy_ms + last.warm_ms + last.empty_ms == pytest.approx(week * hour, rel=1e-12)
     assert device.request_j == pytest.approx(week * (result.requests[0].energy_j or 0), rel=1e-7)

@@ -2,11 +2,21 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shared.devices import device_for
 from shared.model import Objectives
 from sim.figures import attainment_over_time
-from sim.report import attainment, gaps_ms, late_tokens, quantiles, report, request_met, tokens_between
+from sim.report import (
+    attainment,
+    gaps_ms,
+    late_tokens,
+    metered_j,
+    quantiles,
+    report,
+    request_met,
+    tokens_between,
+)
 from sim.scenario import DeviceRecord, DeviceSample, RequestRecord, Result
 
 H100 = device_for("h100-80gb")
@@ -34,7 +44,7 @@ def every(gap_ms: float, count: int, first_ms: float) -> list[float]:
 
 
 def sample(
-    at_ms: float, cold_ms: float, *parts_j: float, clock_mhz: int = 1000, running: int = 1
+    at_ms: float, empty_ms: float, *parts_j: float, clock_mhz: int = 1000, running: int = 1
 ) -> DeviceSample:
     floor, context, clock, hbm, compute = parts_j
     return DeviceSample(
@@ -46,9 +56,9 @@ def sample(
         waiting=0,
         energy_j=sum(parts_j),
         parts_j=(floor, context, clock, hbm, compute),
-        busy_ms=at_ms - cold_ms,
+        busy_ms=at_ms - empty_ms,
         warm_ms=0.0,
-        cold_ms=cold_ms,
+        empty_ms=empty_ms,
     )
 
 
@@ -156,6 +166,15 @@ def test_energy_over_the_window_by_part_and_by_idle_accounting() -> None:
     assert (numbers.ttft_ms.p50, numbers.tbt_ms.p50) == (0.0, 100.0)
     assert (numbers.loads, numbers.migrations, numbers.clock_switches) == (3, 2, 0)
     assert (numbers.wall_s, numbers.trace_hash) == (1.5, "abc")
+
+
+def test_what_it_is_asleep_or_off_counts_as_the_accounting_says() -> None:
+    # Without engines for 4 s: asleep at 110 W for 1 s, then cold at 70 W for 1 s, then off for 2 s.
+    last = replace(sample(4000.0, 4000.0, 140.0, 40.0, 0.0, 0.0, 0.0), sleeping_ms=1000.0, off_ms=2000.0)
+    numbers = report(result([], [DeviceRecord("gpu-0", [last])]), H100, 0.0, 4000.0)
+    assert (numbers.energy_j.warm, numbers.energy_j.cold, numbers.energy_j.off) == (440.0, 280.0, 0.0)
+    assert (numbers.energy_parts_j.floor, numbers.energy_parts_j.context) == (280.0, 0.0)
+    assert metered_j([DeviceRecord("gpu-0", [last])], 0.0, 4000.0) == 180.0
 
 
 def test_samples_between_the_window_s_ends_are_interpolated() -> None:

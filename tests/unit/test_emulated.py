@@ -150,8 +150,8 @@ def test_states_and_idle_energy() -> None:
     gpu = EmulatedGpu(H100, vocab=VOCAB)
     assert gpu.advance(0.0) == []
     gpu.advance(1000.0)
-    assert gpu.state == "cold"
-    assert gpu.idle_energy_j == pytest.approx(70.0)
+    assert gpu.state == "sleeping"
+    assert gpu.idle_energy_j == pytest.approx(110.0)
     gpu.order(1000.0, LoadEngine(model=spec()))
     loading_ms = load_ms(H100, spec().weight_bytes)
     gpu.advance(1003.0)
@@ -170,7 +170,7 @@ def test_states_and_idle_energy() -> None:
     sample = gpu.sample(2003.0 + loading_ms)
     assert (sample.state, sample.power_w) == ("warm", 110.0)
     assert gpu.overhead_energy_j == pytest.approx(0.110 * loading_ms)
-    assert gpu.idle_energy_j == pytest.approx(70.0 + 0.003 * 70 + 110.0)
+    assert gpu.idle_energy_j == pytest.approx(110.0 + 0.003 * 110 + 110.0)
     assert sample.energy_j == pytest.approx(gpu.overhead_energy_j + gpu.idle_energy_j)
 
 

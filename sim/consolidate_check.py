@@ -151,6 +151,7 @@ def main(
             task = bar.add_task(f"live, {name}", total=1.0)
             settings = {f"FESTINA_CONSOLIDATOR_{key}": value for key, value in HASTE.items()}
             settings["FESTINA_CONSOLIDATOR_CONSOLIDATION"] = policy
+            settings["FESTINA_LOCAL_SCHED_COLD_AFTER_MS"] = "1"  # `outcome` takes empty GPUs to be cold
             live = asyncio.run(
                 live_run(arrivals, served, gpus, Path(folder) / name, teller(bar, task), settings)
             )

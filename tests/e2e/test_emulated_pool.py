@@ -281,6 +281,9 @@ def test_a_model_is_registered_loaded_on_demand_unloaded_and_loaded_again(
         time.sleep(0.1)
     again = ask()
     assert again.usage.completion_tokens == 3 and again.festina["ttft_ms"] > 100  # it had to be loaded
+    for about_then_s in (1.5, 1.75):  # it is about to be unloaded, or just is, or has been
+        time.sleep(about_then_s)
+        assert ask().usage.completion_tokens == 3
     assert admin(pool, "DELETE", "/admin/models/My-Model.v1").status_code == 200
     with pytest.raises(openai.NotFoundError):
         ask()

@@ -98,7 +98,7 @@ def sampled(bench, energy_j, after_ms=250.0):
 
 
 def test_a_scheduler_books_loads_requests_and_what_was_in_vain():
-    bench = Bench()
+    bench = Bench(cold_after_ms=0.0)
     sampled(bench, 1_000.0, 0.0)
     bench.do(ev.Load(model=MODEL, placement_version=1), 1_000.0)  # cold before it
     bench.do(en.EngineReady(model=MODEL.name, kv_pool_bytes=0, block_tokens=16, load_ms=1.0), 2_000.0)

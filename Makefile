@@ -26,12 +26,13 @@ setup-vllm: setup  ## make .venv-vllm, the environment of the CPU engine, and co
 up: setup  ## start a pool here: 4 emulated H100, and vLLM on CPU (EMULATED=1 leaves that out)
 	@$(BIN)/festina up $(UP_FLAGS)
 
-test: setup setup-vllm  ## all tests
-	$(BIN)/python -m pytest
+test: setup setup-vllm  ## all tests: those of one process side by side, then those of whole pools
+	$(BIN)/python -m pytest -n auto tests/unit tests/property tests/sim
+	$(BIN)/python -m pytest tests/integration tests/e2e tests/resilience
 
-test-resilience: setup  ## kill, cut off and restart everything under load, for several minutes
+test-resilience: setup setup-vllm  ## kill, cut off and restart everything under load, for several minutes
 	FESTINA_RESILIENCE_ROUNDS=10 FESTINA_FUZZ_S=60 $(BIN)/python -m pytest -v -s -m resilience tests/resilience \
-		tests/integration/test_clock_guard.py
+		tests/integration/test_clock_guard.py tests/e2e/test_kv_moves_pool.py
 
 test-compose: setup  ## build and start compose.yaml for real, where a Docker engine can run
 	$(BIN)/python -m pytest -v -s -m compose --durations=5 --durations-min=1 tests/compose

@@ -84,10 +84,12 @@ def test_a_limit_holds_across_gateways(tmp_path: Path) -> None:
                 urls[number % 2], json=body, headers=late, trust_env=False, timeout=30
             ).status_code
 
+        began_s = time.monotonic()
         assert ask(0) == 200
         time.sleep(3.0)  # the other gateway hears of the new limit
         with ThreadPoolExecutor(8) as threads:
             codes = [200, *threads.map(ask, range(39))]
-        assert codes.count(200) == 10 and codes.count(429) == 30
+        regained = int((time.monotonic() - began_s) * 10 / 60)  # a slow machine takes long enough for one more
+        assert 10 <= codes.count(200) <= 10 + regained and codes.count(200) + codes.count(429) == 40
     finally:
         pool.stop()

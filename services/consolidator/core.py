@@ -190,6 +190,8 @@ class ConsolidatorCore:
                     self._upkeep.fill_up()
             case ev.PlacementChanged(placement=placement) if placement.version > self._placement.version:
                 self._follow(placement)
+            case ev.PlacementChanged(placement=placement) if placement.version < self._placement.version:
+                self._announce = True  # a peer that stood still has stored what is out of date
             case ev.ConsolidatorAlive(consolidator=peer):
                 self._election.hear(now_ms, peer)
             case ev.MoveEnded(move_id=move_id):

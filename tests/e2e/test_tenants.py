@@ -89,7 +89,7 @@ def test_a_limit_holds_across_gateways(tmp_path: Path) -> None:
         time.sleep(3.0)  # the other gateway hears of the new limit
         with ThreadPoolExecutor(8) as threads:
             codes = [200, *threads.map(ask, range(39))]
-        regained = int((time.monotonic() - began_s) * 10 / 60)  # a slow machine takes long enough for one more
+        regained = int((time.monotonic() - began_s) * 10 / 60)  # a slow machine takes that long
         assert 10 <= codes.count(200) <= 10 + regained and codes.count(200) + codes.count(429) == 40
     finally:
         pool.stop()

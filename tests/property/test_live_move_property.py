@@ -62,7 +62,10 @@ class Pool:
         self.feed("g", ev.ModelRegistered(model=MODEL))
         for gpu in ("src", "dst"):
             self.start(gpu)
-        self.wait(2_000.0)
+        while any(
+            engine.state != "ready" for core in self.gpus.values() for engine in core.state.engines.values()
+        ):
+            self.wait(500.0)
 
     def start_migrator(self) -> None:
         chosen = MigratorSettings(chunk_bytes=8 * BLOCK_BYTES, host_bytes_s=1e12, weight_cache_bytes=0)
@@ -169,9 +172,8 @@ class Pool:
                     assert blocks * pool.block_bytes == mine[held].credit_bytes
             for held, transfer in mine.items():
                 assert bool(transfer.credit_bytes) == (held in pool.holders)
-            frozen = {
-                state.works[t.request_id].run_id for t in moves.values() if t.side == SOURCE and t.frozen
-            }
+            going = [t for t in moves.values() if t.side == SOURCE and t.frozen and not t.committed]
+            frozen = {state.works[t.request_id].run_id for t in going}
             assert state.engines[MODEL.name].frozen == frozen
         for request_id, request in self.asked.items():
             got = self.got[request_id]

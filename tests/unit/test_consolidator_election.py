@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_consolidator_core import FakeGpu, spec
 
@@ -138,6 +138,7 @@ FAULTS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(FAULTS)
+@example([("x", "kill", 0), ("x", "still", 16), ("y", "still", 16)])  # y wakes up and stores what is old
 def test_whatever_happens_one_leads_in_the_end_and_all_agree(faults: list[tuple[str, str, int]]) -> None:
     cluster = Cluster("xyz")
     cluster.run(3_000)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from services.consolidator.core import ConsolidatorCore
 from services.gateway.core import GatewayCore
@@ -29,13 +29,25 @@ START_MS = 1e6  # what every clock shows when the world begins, where it is not 
 CoreType = TypeVar("CoreType", bound=ev.Core)
 
 
+class Make(Protocol):
+    """Makes a service's core anew.
+
+    Not a Callable: mypyc counts an inherited field of that type twice, and the node would never be freed.
+    """
+
+    def __call__(
+        self, now_ms: float, models: tuple[ModelSpec, ...], placement: Placement | None, /
+    ) -> ev.Core:
+        """Return it, given its clock's time and what the store holds."""
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One service.
 
     Args:
         index: place among all nodes.
-        make: makes its core anew, given its clock's time and what the store holds: (models, placement).
+        make: makes its core anew.
         core: None while it is down.
         wall_ms: its wall clock minus the time of the world. A process reads it once, at its start.
         offset_ms: the same as of its start: what its monotonic clock is off.
@@ -48,7 +60,7 @@ class Node:
     index: int
     service: str
     ident: str
-    make: Callable[[float, tuple[ModelSpec, ...], Placement | None], ev.Core]
+    make: Make
     wall_ms: float = START_MS
     offset_ms: float = START_MS
     core: ev.Core | None = None

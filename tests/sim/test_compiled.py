@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[2]
 COMPILED = ROOT / "build/compiled"
 SEEDS = (20, 41)
 PLAYED = f"""
+import gc
 from sim import world, wild
 assert world.__file__.endswith(".so"), world.__file__
 print(*[world.run(wild.scenario(seed), check=True).trace_hash for seed in {SEEDS}])
+gc.collect()
+assert not [each for each in gc.get_objects() if isinstance(each, world.World)], "a world outlives its run"
 """
 
 

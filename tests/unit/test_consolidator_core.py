@@ -575,7 +575,7 @@ def test_a_peers_newer_placement_wins_and_an_older_one_does_not() -> None:
     theirs = Placement(version=ours.version + 5, instances=(Instance(model="a", gpus=("g2",)),))
     lab.do(ev.PlacementChanged(placement=theirs))
     lab.run()
-    assert lab.core.placement == theirs and lab.puts == [ours, theirs]
+    assert lab.core.placement == theirs and lab.puts == [ours, ours, theirs]  # the older one was overwritten
     assert where(lab) == {"g1": [], "g2": ["a"]}
 
 

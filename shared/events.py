@@ -277,15 +277,13 @@ class LutStored(Message):
     content_hash: str
 
 
-# ---- moves: consolidator -> migrator of the source's host -> both GPUs
+# ---- moves: consolidator, or a GPU -> migrator of the source's host -> both GPUs
 
 
-class Move(Message):
-    """Consolidator wants a request moved from one GPU to another, whether it waits or runs (3.5, F).
+class Transfer(Struct):
+    """What a migrator has to know of a move, whoever wants it.
 
-    `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out; ``**``
-    the waiting ones first, and then those that run and whose move pays. `destination_host` is empty where
-    both GPUs are on the migrator's own host.
+    `destination_host` is empty where both GPUs are on the migrator's own host.
     """
 
     move_id: str
@@ -296,18 +294,19 @@ class Move(Message):
     destination_host: str = ""
 
 
-class HandOff(Message):
+class Move(Transfer, Message):
+    """Consolidator wants a request moved from one GPU to another, whether it waits or runs (3.5, F).
+
+    `request_id` ``*`` means each waiting request of the model in turn, whichever the source gives out; ``**``
+    the waiting ones first, and then those that run and whose move pays.
+    """
+
+
+class HandOff(Transfer, Message):
     """A GPU that has computed a prompt wants its request moved to where it is to decode.
 
     Nobody asks again: if this is lost, or the move fails, the request goes on where it is.
     """
-
-    move_id: str
-    request_id: str
-    model: str
-    source: str
-    destination: str
-    destination_host: str = ""
 
 
 class Prepare(Message):

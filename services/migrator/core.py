@@ -69,7 +69,7 @@ class MigratorCore:
     def __init__(self, migrator: str, settings: MigratorSettings) -> None:
         self._host = Host(migrator, settings)
         self._runs: dict[str, Run] = {}  # by step id
-        self._waiting: deque[ev.Move] = deque()
+        self._waiting: deque[ev.Transfer] = deque()
         self._known: dict[str, None] = {}  # ids of moves taken, oldest first
         self._read: dict[str, tuple[float, CloseStage]] = {}  # by step id: stages that a destination reads
         self._bus_lost = False
@@ -94,10 +94,8 @@ class MigratorCore:
         """Take one event and return the messages that follow."""
         actions: list[ev.Action] = []
         match event:
-            case ev.Move():
+            case ev.Move() | ev.HandOff():
                 actions = self._take(event)
-            case ev.HandOff(move_id, request_id, model, source, destination, host):
-                actions = self._take(ev.Move(move_id, request_id, model, source, destination, host))
             case ev.Released(move_id=step_id):
                 if run := self._runs.get(step_id):
                     actions = self._answered_release(now_ms, run, event)
@@ -139,7 +137,7 @@ class MigratorCore:
 
     # ---- taking orders
 
-    def _take(self, move: ev.Move) -> list[ev.Action]:
+    def _take(self, move: ev.Transfer) -> list[ev.Action]:
         if move.move_id in self._known:
             return []
         settings = self._host.settings

@@ -47,7 +47,7 @@ class Run:
         passed: the steps it has been through.
     """
 
-    move: ev.Move
+    move: ev.Transfer
     step_id: str = ""
     stage: str = RELEASE
     started_ms: float = 0.0

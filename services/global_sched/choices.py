@@ -20,23 +20,15 @@ def in_time(views: Sequence[GpuView], work: Work, curves_of: CurvesOf, now_ms: f
     No energy is weighed, and GPUs are taken as they run: nobody asks them for a higher clock.
     """
     present = tuple([estimate(view, work, curves_of, now_ms) for view in views])
-    chosen = dispatch.first_in_time(present, work.objectives)
-    if chosen is not None:
-        return Decision(chosen, "in_time", present)
-    return Decision(dispatch.soonest(present, work.objectives), "best_effort", present)
+    return dispatch.in_order(present, work.objectives, "in_time")
 
 
 def least_loaded(
     views: Sequence[GpuView], work: Work, curves_of: CurvesOf, now_ms: float, tie: float
 ) -> Decision:
     """Balance the load: the GPU on which the model has fewest requests, running and waiting."""
-
-    def load(view: GpuView) -> int:
-        return view.engines[work.model].running + view.queued(work.model)
-
-    return _chosen(
-        min(views, key=lambda view: (load(view), view.gpu)), work, curves_of, now_ms, "least_loaded"
-    )
+    best = min(views, key=lambda view: (_requests(view, work.model), view.gpu))
+    return _chosen(best, work, curves_of, now_ms, "least_loaded")
 
 
 TILE = 64
@@ -51,15 +43,17 @@ def eco_route(
     While all batches are within one tile, the GPU with the lowest clock; else one whose tile is begun, the
     fullest first, before one that would have to begin another.
     """
-
-    def batch(view: GpuView) -> int:
-        return view.engines[work.model].running + view.queued(work.model)
-
-    if all(batch(view) < TILE for view in views):
-        best = min(views, key=lambda view: (view.summary.sm_clock_mhz, batch(view), view.gpu))
+    batch = {view.gpu: _requests(view, work.model) for view in views}
+    if all(requests < TILE for requests in batch.values()):
+        best = min(views, key=lambda view: (view.summary.sm_clock_mhz, batch[view.gpu], view.gpu))
     else:
-        best = min(views, key=lambda view: (batch(view) % TILE == 0, -(batch(view) % TILE), view.gpu))
+        best = min(views, key=lambda view: (batch[view.gpu] % TILE == 0, -(batch[view.gpu] % TILE), view.gpu))
     return _chosen(best, work, curves_of, now_ms, "eco_route")
+
+
+def _requests(view: GpuView, model: str) -> int:
+    """Return how many requests of a model run and wait on a GPU."""
+    return view.engines[model].running + view.queued(model)
 
 
 def _chosen(view: GpuView, work: Work, curves_of: CurvesOf, now_ms: float, reason: str) -> Decision:

@@ -95,10 +95,15 @@ def decide(views: Sequence[GpuView], work: Work, curves_of: CurvesOf, now_ms: fl
     if chosen is not None:
         return Decision(chosen, "lowest_latency" if chosen.energy_j is None else "least_energy", present)
     boosted = tuple([estimate(v, work, curves_of, now_ms, boost=True) for v in views])
-    chosen = first_in_time(boosted, work.objectives)
+    return in_order(boosted, work.objectives, "f_max")
+
+
+def in_order(candidates: tuple[Candidate, ...], objectives: Objectives, reason: str) -> Decision:
+    """Return the first in time, for that `reason`; else the soonest."""
+    chosen = first_in_time(candidates, objectives)
     if chosen is not None:
-        return Decision(chosen, "f_max", boosted)
-    return Decision(soonest(boosted, work.objectives), "best_effort", boosted)
+        return Decision(chosen, reason, candidates)
+    return Decision(soonest(candidates, objectives), "best_effort", candidates)
 
 
 def lacks_capacity(decision: Decision, work: Work) -> bool:

@@ -52,4 +52,4 @@ class KnownModels:
         ]
         missing_now = self.specs.keys() - models.keys() - self.heard
         told += [ev.ModelRemoved(model=name) for name in sorted(missing_now & (missing or set()))]
-        return told, set(missing_now)
+        return told, missing_now

@@ -10,7 +10,6 @@ class WeightCache:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.taken_bytes = 0
         self._bytes_of: dict[str, int] = {}  # the least recently used first
 
     @property
@@ -18,15 +17,20 @@ class WeightCache:
         """What is kept, the least recently used first."""
         return tuple(self._bytes_of)
 
+    @property
+    def taken_bytes(self) -> int:
+        """What all that is kept takes."""
+        return sum(self._bytes_of.values())
+
     def use(self, key: str, n_bytes: int) -> list[str]:
         """Keep something as the latest used; returns what has to be dropped for it, in that order."""
         if n_bytes > self.capacity_bytes:
             return []
-        self.taken_bytes += n_bytes - self._bytes_of.pop(key, 0)
+        self._bytes_of.pop(key, None)
         self._bytes_of[key] = n_bytes
         dropped = []
         while self.taken_bytes > self.capacity_bytes:
             oldest = next(iter(self._bytes_of))
-            self.taken_bytes -= self._bytes_of.pop(oldest)
+            del self._bytes_of[oldest]
             dropped.append(oldest)
         return dropped

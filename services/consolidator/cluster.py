@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from services.consolidator.place import Room, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
 from shared.devices import DEVICES, Device
-from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, is_outdated
+from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Placement, is_outdated
 from shared.silicon import load_ms, wake_ms
 from shared.weights import HostCaches
 
@@ -34,7 +34,17 @@ class Cluster:
         self._by_model: dict[str, list[Instance]] = {}
         self._by_gpu: dict[str, list[Instance]] = {}
 
-    # ---- desired: instances
+    # ---- desired: the placement, and its instances
+
+    def placement(self, version: int) -> Placement:
+        """Return what is to be, as a placement of that version."""
+        drained, prefill = tuple(sorted(self.drained)), tuple(sorted(self.prefill))
+        return Placement(version, self.instances(), drained, prefill, self.room_short)
+
+    def follow(self, placement: Placement) -> None:
+        """Take what a placement says; whether room is short, each replica sees for itself."""
+        self.replace(placement.instances)
+        self.drained, self.prefill = set(placement.drained), set(placement.prefill)
 
     def instances(self) -> tuple[Instance, ...]:
         """Return all instances, ordered by model and GPU."""

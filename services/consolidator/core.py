@@ -41,9 +41,7 @@ class ConsolidatorCore:
         self._set = settings
         self._cluster = Cluster(settings, models)
         self._placement = placement or Placement(version=0)
-        self._cluster.replace(self._placement.instances)
-        self._cluster.drained = set(self._placement.drained)
-        self._cluster.prefill = set(self._placement.prefill)
+        self._cluster.follow(self._placement)
         self._seen_ms: dict[str, float] = {}
         self._consolidation = Consolidation(settings, self._cluster, luts)
         self._upkeep = Upkeep(settings, self._cluster, self._consolidation)
@@ -226,9 +224,7 @@ class ConsolidatorCore:
         before = {instance.model for instance in self._placement.instances}
         after = {instance.model for instance in placement.instances}
         self._placement = placement
-        self._cluster.replace(placement.instances)
-        self._cluster.drained = set(placement.drained)
-        self._cluster.prefill = set(placement.prefill)
+        self._cluster.follow(placement)
         self._upkeep.followed(before, after)
         self._announce = True  # if it leads, the store must have it too: the peer's word may not get there
 
@@ -248,12 +244,11 @@ class ConsolidatorCore:
 
     def _publish(self) -> list[ev.Action]:
         """Store and announce the placement if it has changed; announce it as well when it may be unheard."""
-        cluster, now = self._cluster, self._placement
-        drained, prefill = tuple(sorted(cluster.drained)), tuple(sorted(cluster.prefill))
-        wanted = Placement(now.version, cluster.instances(), drained, prefill, cluster.room_short)
+        version = self._placement.version
+        wanted = self._cluster.placement(version)
         actions: list[ev.Action] = []
-        if wanted != now:
-            self._placement = replace(wanted, version=now.version + 1)
+        if wanted != self._placement:
+            self._placement = replace(wanted, version=version + 1)
             actions.append(ev.Count(name="placements"))
         if actions or self._announce:
             self._announce = False

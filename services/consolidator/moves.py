@@ -109,8 +109,7 @@ class _Walk:
     def step_aside(self) -> bool:
         """Bring a model that stands in the way to a GPU that has room for it; says if there is one.
 
-        Rather one whose leaving makes room for another at once, and a small one; to the used GPU with most
-        room.
+        Rather one whose leaving makes room for another at once, and a small one.
         """
         offers = []
         for gpu in self._has:
@@ -120,9 +119,7 @@ class _Walk:
                 too_little = self._left_bytes[gpu] + need_bytes < min(missing)
                 offers.append((too_little, need_bytes, model, gpu))
         for _, _, model, gpu in sorted(offers):
-            rooms = [] if model in self._aside else [room for room in self._has if self._takes(room, model)]
-            if rooms:
-                self._wait_at(max(rooms, key=self._preference), model)
+            if model not in self._aside and self._wait(model):
                 self._leave(gpu, model)
                 self._aside.add(model)
                 return True
@@ -131,11 +128,18 @@ class _Walk:
     def bring_back(self) -> None:
         """Give those that left at once, and have not come where they are to be, a place to wait at."""
         there = set().union(*self._has.values())
-        for model, gpu in sorted(self._homes.items()):
+        for model, home in sorted(self._homes.items()):
             if model not in there:
-                rooms = [room for room in self._has if self._takes(room, model)]
-                if rooms:
-                    self._wait_at(gpu if gpu in rooms else max(rooms, key=self._preference), model)
+                self._wait(model, home)
+
+    def _wait(self, model: str, home: str = "") -> bool:
+        """Let a model wait at its `home`, or else the used GPU with most room; says if there is room."""
+        rooms = [gpu for gpu in self._has if self._takes(gpu, model)]
+        if rooms:
+            gpu = home if home in rooms else max(rooms, key=self._preference)
+            self._come(gpu, model)
+            self._stations[model] = gpu
+        return bool(rooms)
 
     def _takes(self, gpu: str, model: str) -> bool:
         """Say whether a model can wait at a GPU; an empty one only if no more are used then than at first."""
@@ -147,10 +151,6 @@ class _Walk:
 
     def _preference(self, gpu: str) -> tuple[bool, int, str]:
         return bool(self._has[gpu]), self._left_bytes[gpu], gpu
-
-    def _wait_at(self, gpu: str, model: str) -> None:
-        self._come(gpu, model)
-        self._stations[model] = gpu
 
     def _missing(self, gpu: str) -> list[str]:
         return sorted(self._goal[gpu] - self._has[gpu])

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,14 +31,6 @@ from shared.subjects import PLACEMENT_KEY, subject_of
 HOST = "host-0"
 NOWHERE = "host-none"
 SERVICES = {"gateway": "gateway", "scheduler": "global_sched", "gpu": "local_sched", "host": "migrator"}
-
-
-def bus_rules(folder: Path) -> Path:
-    """Where the bus has its rules from, empty at first; arguments of its server name it."""
-    path = folder / "nats.conf"
-    if not path.exists():
-        path.write_text("")
-    return path
 
 
 @dataclass
@@ -69,7 +62,6 @@ class House:
     def __init__(
         self,
         folder: Path,
-        servers: Servers,
         model: ModelSpec,
         gpus: int,
         env: Mapping[str, str],
@@ -87,15 +79,30 @@ class House:
         self.heard: list[tuple[str, bytes]] = []
         self.on_message: Callable[[str], None] = lambda verb: None
         self.held: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
-        self._servers = servers
-        self._settings = servers.settings
+        self._bus_rules = folder / "nats.conf"
+        self._servers = Servers(folder, nats=("-c", str(self._bus_rules)))
+        self._settings = self._servers.settings
         self._env = dict(env)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._bus: Client | None = None
         self._launched_ms: dict[str, float] = {}
         self._moves = 0
 
-    async def start(self) -> None:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["House"]:
+        """Start everything, and have the model loaded on all GPUs; stop it all in the end."""
+        self._bus_rules.write_text("")
+        self._servers.start("nats")
+        self._servers.start("store")
+        try:
+            await asyncio.sleep(0.5)
+            await self._start()
+            yield self
+        finally:
+            await self._stop()
+            self._servers.stop_all()
+
+    async def _start(self) -> None:
         self._bus = await nats.connect(self._settings.nats_url)
         await self._bus.subscribe("festina.v1.>", cb=self._listen)
         await self._bus.subscribe("held.>", cb=self._hold)
@@ -184,11 +191,11 @@ class House:
     def hold(self, verb: str) -> None:
         """Have the bus hold messages of moves back: whoever waits for one stands exactly there.
 
-        The server, which has to be started with `bus_rules`, delivers them under another subject.
+        The server delivers them under another subject.
         """
         rules = [f"{way}.*.{verb}" for way in ("cmd.gpu", "evt.migrator")]
         held = [f'"festina.v1.{rule}": "held.{rule.replace("*", "{{wildcard(1)}}")}"' for rule in rules]
-        bus_rules(self.folder).write_text(f"mappings = {{ {', '.join(held)} }}\n")
+        self._bus_rules.write_text(f"mappings = {{ {', '.join(held)} }}\n")
         self._servers.reload("nats")
 
     async def let_go(self, *late: tuple[str, bytes]) -> None:
@@ -218,13 +225,13 @@ class House:
         self._running[ident].send_signal(signal.SIGKILL)
         self._running[ident].wait()
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         for process in self._running.values():
             process.terminate()
         for process in self._running.values():
             process.wait(30)
-        assert self._bus is not None
-        await self._bus.close()
+        if self._bus is not None:
+            await self._bus.close()
 
     # ---- requests and moves
 
@@ -254,6 +261,13 @@ class House:
                         answer.times_s.append(time.monotonic())
                     if choice["finish_reason"]:
                         answer.finish_reasons.append(choice["finish_reason"])
+
+    async def expected(self) -> str:
+        """Return what the client is answered when nothing moves."""
+        answer = Answer()
+        await self.ask(answer)
+        assert answer.finish_reasons == ["length"] and not answer.errors
+        return answer.text
 
     async def source(self) -> str:
         """Return which GPU runs something, as soon as one does."""

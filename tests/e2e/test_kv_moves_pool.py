@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from house import HOST, Answer, House
-from support import Servers, eventually
+from support import eventually
 from vllm_support import PYTHON, needs_vllm, widened
 
 from shared import events as ev
@@ -26,11 +26,6 @@ MAX_TOKENS, MOVED_AT = 120, 15
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
-    folder = tmp_path_factory.mktemp("moves-pool")
-    model = widened(NAME)
-    servers = Servers(folder)
-    servers.start("nats")
-    servers.start("store")
     env = {
         "FESTINA_DEVICE_ENGINE": "vllm",
         "FESTINA_DEVICE_GPU_TYPE": "cpu",
@@ -39,23 +34,15 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
         "FESTINA_MIGRATOR_NETWORK_BYTES_S": "1e9",
         "FESTINA_MIGRATOR_CHUNK_BYTES": str(4 << 20),
     }
-    made = House(folder, servers, model, gpus=2, env=env, prompt=PROMPT, max_tokens=MAX_TOKENS)
-    try:
-        await asyncio.sleep(0.5)
-        await made.start()
+    folder = tmp_path_factory.mktemp("moves-pool")
+    made = House(folder, widened(NAME), gpus=2, env=env, prompt=PROMPT, max_tokens=MAX_TOKENS)
+    async with made.running():
         yield made
-    finally:
-        await made.stop()
-        servers.stop_all()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(house: House) -> str:
-    """What the client is answered when nothing moves."""
-    answer = Answer()
-    await house.ask(answer)
-    assert answer.finish_reasons == ["length"] and not answer.errors
-    return answer.text
+    return await house.expected()
 
 
 async def move_one(house: House, expected: str) -> None:

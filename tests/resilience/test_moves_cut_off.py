@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 from chaos import ROUNDS
-from house import HOST, Answer, House, bus_rules
-from support import FAST_ANSWERS, Servers, eventually
+from house import HOST, Answer, House
+from support import FAST_ANSWERS, eventually
 
 from shared import events as ev
 from shared.catalog import emulated_models
@@ -45,29 +45,16 @@ BEFORE_KV = ORDERS[:3]  # little is at stake there: half of the fates in a short
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
-    folder = tmp_path_factory.mktemp("cut-off")
-    servers = Servers(folder, nats=("-c", str(bus_rules(folder))))
-    servers.start("nats")
-    servers.start("store")
-    made = House(folder, servers, MODEL, GPUS, HASTY, PROMPT, MAX_TOKENS)
-    try:
-        await asyncio.sleep(0.5)
-        await made.start()
+    made = House(tmp_path_factory.mktemp("cut-off"), MODEL, GPUS, HASTY, PROMPT, MAX_TOKENS)
+    async with made.running():
         nurse = asyncio.create_task(made.nurse())
         yield made
         nurse.cancel()
-    finally:
-        await made.stop()
-        servers.stop_all()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(house: House) -> str:
-    """What the client is answered when nothing moves."""
-    answer = Answer()
-    await house.ask(answer)
-    assert answer.finish_reasons == ["length"] and not answer.errors
-    return answer.text
+    return await house.expected()
 
 
 @dataclass

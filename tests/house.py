@@ -5,7 +5,6 @@ is said on the bus, and can have the bus hold a kind of message back.
 """
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import httpx
 import msgspec
 import nats
 from nats.aio.client import Client
-from support import Servers, eventually
+from support import Servers, bare_environ, eventually
 
 from services.cli.supervise import free_port, free_ports
 from shared import events as ev
@@ -144,12 +143,11 @@ class House:
             "FESTINA_METRICS_PORT": str(self.metrics_ports.get(ident, -1)),
             **self._env,
         }
-        base = {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
         self._launched_ms[ident] = 1000 * time.time()
         with (self.folder / f"{ident}.log").open("ab") as log:
             self._running[ident] = subprocess.Popen(
                 [sys.executable, "-m", f"services.{service}.main"],
-                env={**base, **own},
+                env={**bare_environ(), **own},
                 stdout=log,
                 stderr=log,
             )

@@ -18,6 +18,11 @@ from services.cli.supervise import free_port, free_ports
 from shared.config import Common
 
 
+def bare_environ() -> dict[str, str]:
+    """The environment of this process without settings of Festina's, for processes that get their own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
+
+
 class Servers:
     """A real NATS and a real Redis-protocol server on free ports, which a test may stop and start again.
 
@@ -69,6 +74,9 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0, every
         await asyncio.sleep(every_s)
 
 
+ROUNDS = int(os.environ.get("FESTINA_RESILIENCE_ROUNDS", "1"))
+"""Of what is killed and cut off: the default run is short; `make test-resilience` sets 10."""
+
 FAST_ANSWERS = {"FESTINA_LOCAL_SCHED_PACING": "off"}
 """Tokens come as soon as the device has them: a test waits for its answers, whatever they cost."""
 
@@ -87,11 +95,10 @@ class RunningPool:
         program = str(Path(sys.executable).parent / "festina")
         argv = [program, "up", "--port", str(self.port), "--state-dir", str(folder / "state"), *flags]
         argv += ["--gateways", str(gateways)]
-        base = {k: v for k, v in os.environ.items() if not k.startswith("FESTINA_")}
         self._log = (folder / "up.log").open("ab")
         self._process = subprocess.Popen(
             argv,
-            env={**base, **FAST_ANSWERS, "FESTINA_TRACING": "0", **(env or {})},
+            env={**bare_environ(), **FAST_ANSWERS, "FESTINA_TRACING": "0", **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

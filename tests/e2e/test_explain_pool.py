@@ -1,7 +1,6 @@
 """`festina explain` on a running pool: a request of a real client, told by kept spans and by Jaeger."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from support import RunningPool
+from support import RunningPool, bare_environ
 from trace_collector import TraceCollector
 
 MODEL = "Qwen2.5-7B-Instruct"
@@ -39,9 +38,8 @@ def answer(pool: RunningPool) -> Any:
 
 def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).parent / "festina")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
     return subprocess.run(
-        [program, "explain", *arguments], env=environ, capture_output=True, text=True, timeout=60
+        [program, "explain", *arguments], env=bare_environ(), capture_output=True, text=True, timeout=60
     )
 
 

@@ -5,14 +5,13 @@ migrator. There is no consolidator: the test places the model on both GPUs, and 
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 import pytest_asyncio
 from house import HOST, Answer, House
-from support import eventually
+from support import ROUNDS, eventually
 from vllm_support import PYTHON, needs_vllm, widened
 
 from shared import events as ev
@@ -95,15 +94,13 @@ async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) ->
 MIGRATOR = [(HOST, verb) for verb in ("prepared", "kv_staged", "released", "adopted", "commit_move")]
 SOURCE = [("source", verb) for verb in ("kv_staged", "adopt")]
 DESTINATION = [("destination", verb) for verb in ("released", "adopted")]
-MANY = int(os.environ.get("FESTINA_RESILIENCE_ROUNDS", "1")) > 1
-"""Without it one of each is killed: tests/resilience kills them at every stage, with emulated engines."""
 
 
 @pytest.mark.resilience
 @pytest.mark.parametrize(
     ("victim", "verb"),
-    [*MIGRATOR, *SOURCE, *DESTINATION] if MANY else [MIGRATOR[2], SOURCE[0], DESTINATION[0]],
-)
+    [*MIGRATOR, *SOURCE, *DESTINATION] if ROUNDS > 1 else [MIGRATOR[2], SOURCE[0], DESTINATION[0]],
+)  # in a short run one of each: tests/resilience kills them at every stage, with emulated engines
 async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
     house: House, expected: str, victim: str, verb: str
 ) -> None:

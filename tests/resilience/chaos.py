@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from support import RunningPool
+from support import ROUNDS, RunningPool
 
-# The default run is short; `make test-resilience` sets 10 rounds and cuts of 10 s.
-ROUNDS = int(os.environ.get("FESTINA_RESILIENCE_ROUNDS", "1"))
 CUT_S = 10.0 if ROUNDS > 1 else 4.0
 LEASE_S = 5.0
 

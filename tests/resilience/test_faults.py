@@ -9,7 +9,6 @@ import pytest
 from chaos import (
     CUT_S,
     LEASE_S,
-    ROUNDS,
     Clients,
     Outcome,
     gateways_answer,
@@ -17,7 +16,7 @@ from chaos import (
     service_pids,
     wait_until_idle,
 )
-from support import RunningPool, Servers
+from support import ROUNDS, RunningPool, Servers
 
 pytestmark = pytest.mark.resilience
 

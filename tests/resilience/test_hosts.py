@@ -1,7 +1,6 @@
 """GPU hosts with networks of their own join by the addresses of bus and store, are cut off, and leave."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -11,9 +10,9 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from chaos import ROUNDS, Clients, wait_until_idle
+from chaos import Clients, wait_until_idle
 from netns import Network, why_not
-from support import FAST_ANSWERS, RunningPool
+from support import FAST_ANSWERS, ROUNDS, RunningPool, bare_environ
 
 from services.cli.pool import nats_server_argv, store_server_argv
 from services.cli.supervise import free_port
@@ -52,8 +51,7 @@ class Pool:
         """Start a GPU host: a migrator and the local scheduler of its one GPU."""
         number = self.network.add()
         name = f"host-{number}"
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("FESTINA_")}
-        environ |= {**self.credentials, **FAST_ANSWERS, "FESTINA_TRACING": "0"}
+        environ = {**bare_environ(), **self.credentials, **FAST_ANSWERS, "FESTINA_TRACING": "0"}
         gpu = {
             "FESTINA_ID": f"{name}-gpu-0",
             "FESTINA_DEVICE_HOST": name,

@@ -15,9 +15,8 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-from chaos import ROUNDS
 from house import HOST, Answer, House
-from support import FAST_ANSWERS, eventually
+from support import FAST_ANSWERS, ROUNDS, eventually
 
 from shared import events as ev
 from shared.catalog import emulated_models

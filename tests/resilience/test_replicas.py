@@ -5,8 +5,8 @@ import json
 import urllib.request
 
 import pytest
-from chaos import ROUNDS, Clients
-from support import eventually
+from chaos import Clients
+from support import ROUNDS, eventually
 from trace_collector import TraceCollector
 
 pytestmark = pytest.mark.resilience

@@ -28,7 +28,7 @@ from sim.figures import check_plottable
 from sim.live_check import GPU_TYPE, OUTPUT, answered, progress_bar, teller
 from sim.live_plot import plot_active
 from sim.live_pool import Live, live_run
-from sim.report import attainment
+from sim.report import attainment, by_idle_accounting
 from sim.workload import generate
 
 HASTE = {  # the defaults are for days; here each third of the run is to show a consolidation
@@ -76,9 +76,9 @@ def active(live: Live) -> dict[float, list[tuple[str, ...]]]:
     """Return, by the time of each look, the models of each GPU that has any."""
     looks: dict[float, list[tuple[str, ...]]] = {}
     for sample in live.samples:
-        looks.setdefault(round(sample.at_s, 3), [])
+        on = looks.setdefault(sample.at_s, [])
         if sample.models:
-            looks[round(sample.at_s, 3)].append(sample.models)
+            on.append(sample.models)
     return looks
 
 
@@ -111,16 +111,14 @@ def outcome(name: str, live: Live, gpus: int, minutes: float, models: Sequence[M
             )
         )
     empty_s = sum((b - a) * (gpus - len(looks[a])) for a, b in pairwise(looks))
-    device = device_for(GPU_TYPE)
-    warmer_j = (device.context_idle_w - device.static_w) * empty_s
-    energies = {"warm": warmer_j, "cold": 0.0, "off": -device.static_w * empty_s}
+    energy_j = by_idle_accounting(live.energy_j, device_for(GPU_TYPE), 1000.0 * empty_s)
     return Outcome(
         name=name,
         requests=len(live.requests),
         failed=sum(not one.token_ms for one in live.requests),
         attainment=attainment(live.requests).request or 0.0,
         thirds=thirds,
-        energy_kj={how: (live.energy_j + more_j) / 1e3 for how, more_j in energies.items()},
+        energy_kj={how: joules / 1e3 for how, joules in msgspec.structs.asdict(energy_j).items()},
         empty_gpu_s=empty_s,
         pool_cores=live.pool_cores,
         machine_cores=live.machine_cores,

@@ -116,11 +116,7 @@ def report(result: Result, device: Device, from_ms: float, until_ms: float) -> R
     clocks = [float(sample.clock_mhz) for sample in samples]
     span_ms = until_ms - from_ms
     return Report(
-        energy_j=Energy(
-            warm=cold_j + (device.context_idle_w - device.static_w) * empty_ms / 1000,
-            cold=cold_j,
-            off=cold_j - device.static_w * empty_ms / 1000,
-        ),
+        energy_j=by_idle_accounting(cold_j, device, empty_ms),
         energy_parts_j=EnergyParts(*parts_j),
         output_tokens=tokens,
         j_per_token=cold_j / tokens if tokens else None,
@@ -134,6 +130,20 @@ def report(result: Result, device: Device, from_ms: float, until_ms: float) -> R
         clock_switches=_counted(result, "local_sched.clock_switches"),
         wall_s=result.wall_s,
         trace_hash=result.trace_hash,
+    )
+
+
+def by_idle_accounting(cold_j: float, device: Device, empty_ms: float) -> Energy:
+    """Return the joules in each state that devices without engines may be in.
+
+    Args:
+        cold_j: the joules if they are cold.
+        empty_ms: how long devices were without engines, all together.
+    """
+    return Energy(
+        warm=cold_j + (device.context_idle_w - device.static_w) * empty_ms / 1000,
+        cold=cold_j,
+        off=cold_j - device.static_w * empty_ms / 1000,
     )
 
 

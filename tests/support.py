@@ -1,4 +1,4 @@
-"""What several kinds of test need: real servers, waiting, a whole pool."""
+"""What several kinds of test need: real servers, waiting, a whole pool, what a GPU says of itself."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import redis
@@ -16,11 +17,29 @@ import redis
 from services.cli.pool import nats_server_argv, store_server_argv
 from services.cli.supervise import free_port, free_ports
 from shared.config import Common
+from shared.model import GpuSummary
 
 
 def bare_environ() -> dict[str, str]:
     """The environment of this process without settings of Festina's, for processes that get their own."""
     return {name: value for name, value in os.environ.items() if not name.startswith("FESTINA_")}
+
+
+def gpu_summary(gpu: str, **fields: Any) -> GpuSummary:
+    """What an emulated H100 with nothing free says of itself, unless it is told otherwise."""
+    said: dict[str, Any] = {
+        "gpu": gpu,
+        "host": "h",
+        "gpu_type": "h100-80gb",
+        "engine": "emulated",
+        "started_ms": 1.0,
+        "seq": 1,
+        "state": "active",
+        "sm_clock_mhz": 1155,
+        "total_bytes": 80 << 30,
+        "free_bytes": 0,
+    }
+    return GpuSummary(**(said | fields))
 
 
 class Servers:

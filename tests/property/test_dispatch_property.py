@@ -7,6 +7,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support import gpu_summary
 
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.curves import Curves
@@ -17,7 +18,7 @@ from services.global_sched.view import ClusterView, Reservation
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.lut import lut_for
-from shared.model import EngineSummary, GpuSummary, Objectives, Request, StairStep
+from shared.model import EngineSummary, Objectives, Request, StairStep
 
 A, B = emulated_models(2)
 GIB = 1024**3
@@ -125,22 +126,6 @@ def gpus(draw):
     }, draw(st.integers(0, 3))
 
 
-def summary(gpu, seq=1, **fields):
-    base = {
-        "gpu": gpu,
-        "host": "h",
-        "gpu_type": "h100-80gb",
-        "engine": "emulated",
-        "started_ms": 1.0,
-        "seq": seq,
-        "state": "active",
-        "sm_clock_mhz": 1155,
-        "total_bytes": 80 * GIB,
-        "free_bytes": 0,
-    }
-    return GpuSummary(**(base | fields))
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(gpus(), min_size=1, max_size=6),
@@ -152,7 +137,7 @@ def test_the_choice_equals_exhaustive_search(cluster, input_tokens, waited_ms, t
     view = ClusterView("s", 1500.0, 600_000.0, 3000.0)
     views = []
     for index, (fields, in_flight) in enumerate(cluster):
-        views.append(view.hear(0.0, summary(f"g{index}", **fields)))
+        views.append(view.hear(0.0, gpu_summary(f"g{index}", **fields)))
         for _ in range(in_flight):
             views[-1].reserve(Reservation(A.name, GIB // 8, 300, 15.0, 0.0))
     work = Work(A.name, input_tokens, 300, waited_ms, Objectives(ttft_ms=ttft_ms, tbt_ms=100.0))
@@ -246,7 +231,7 @@ class Cluster:
         self.seq += 1
         engines = (EngineSummary(model=A.name, state="ready" if ready else "unloading", free_kv_bytes=GIB),)
         stairs = (StairStep(after_ms=0.0, free_bytes=GIB, free_sm_share_pct=100),)
-        heard = summary(f"g{index}", self.seq, engines=engines, staircase=stairs, free_bytes=GIB)
+        heard = gpu_summary(f"g{index}", seq=self.seq, engines=engines, staircase=stairs, free_bytes=GIB)
         self.feed(ev.SummaryChanged(summary=heard))
 
     def bus(self, lost, _):

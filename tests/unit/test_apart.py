@@ -1,6 +1,7 @@
 """Prefill and decode on different GPUs (4.4, PD-D): who does what, and how a request gets across."""
 
 from local_bench import MODEL, Bench, of, request, sent
+from support import gpu_summary
 
 from services.consolidator import apart
 from services.consolidator.cluster import Cluster
@@ -8,7 +9,7 @@ from services.consolidator.settings import ConsolidatorSettings
 from services.migrator.core import MigratorCore
 from services.migrator.settings import MigratorSettings
 from shared import events as ev
-from shared.model import EngineSummary, GpuSummary, Instance
+from shared.model import EngineSummary, Instance
 
 
 def test_half_of_the_gpus_compute_prompts_and_keep_doing_so():
@@ -20,22 +21,6 @@ def test_half_of_the_gpus_compute_prompts_and_keep_doing_so():
     assert apart.prefill_gpus(set(), ["a"], 0.5) == set()
 
 
-def summary(gpu, *engines):
-    return GpuSummary(
-        gpu=gpu,
-        host="h",
-        gpu_type="h100-80gb",
-        engine="emulated",
-        started_ms=0.0,
-        seq=1,
-        state="active",
-        sm_clock_mhz=1095,
-        total_bytes=80 * 10**9,
-        free_bytes=10**9,
-        engines=engines,
-    )
-
-
 def test_a_model_in_use_gets_an_instance_of_the_other_kind_and_an_idle_one_does_not():
     cluster = Cluster(ConsolidatorSettings(prefill_part=0.5), [MODEL])
     cluster.prefill = {"p"}
@@ -43,11 +28,11 @@ def test_a_model_in_use_gets_an_instance_of_the_other_kind_and_an_idle_one_does_
     def engine(idle_ms):
         return EngineSummary(model=MODEL.name, state="ready", idle_ms=idle_ms)
 
-    cluster.summaries["d"] = summary("d")
+    cluster.summaries["d"] = gpu_summary("d")
     cluster.add(Instance(model=MODEL.name, gpus=("p",)))
-    cluster.summaries["p"] = summary("p", engine(0.0))
+    cluster.summaries["p"] = gpu_summary("p", engines=(engine(0.0),))
     assert apart.partners(cluster) == {MODEL.name: "d"}
-    cluster.summaries["p"] = summary("p", engine(5_000.0))
+    cluster.summaries["p"] = gpu_summary("p", engines=(engine(5_000.0),))
     assert apart.partners(cluster) == {}
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from support import gpu_summary
 from test_consolidator_changes import SETTINGS, apart, pinned
 from test_consolidator_core import FakeGpu, Lab, spec
 
@@ -21,7 +22,7 @@ from services.consolidator.window import Windows
 from shared import events as ev
 from shared.catalog import emulated_models
 from shared.lut import lut_for
-from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Objectives, Placement
+from shared.model import EngineSummary, Instance, ModelSpec, Objectives, Placement
 from shared.shelf import Shelf
 
 GIB = 1 << 30
@@ -158,18 +159,8 @@ def survey(
     """A survey of the H100s among these GPUs, after 100 s of the same load of each model."""
     cluster = Cluster(ConsolidatorSettings(), models)
     for gpu, kind in kinds.items():
-        cluster.summaries[gpu] = GpuSummary(
-            gpu=gpu,
-            host="h",
-            gpu_type=kind,
-            engine="emulated",
-            started_ms=0.0,
-            seq=1,
-            state="active",
-            sm_clock_mhz=0,
-            total_bytes=80 * GIB,
-            free_bytes=0,
-            kv_pool_bytes=(kv_pool_gib or {}).get(gpu, 0) * GIB,
+        cluster.summaries[gpu] = gpu_summary(
+            gpu, gpu_type=kind, kv_pool_bytes=(kv_pool_gib or {}).get(gpu, 0) * GIB
         )
     for model, gpu in instances:
         cluster.add(Instance(model=model, gpus=(gpu,)))

@@ -4,6 +4,7 @@ from collections import Counter
 
 import msgspec
 import pytest
+from support import gpu_summary
 
 from services.gateway.core import Arrived, GatewayCore
 from services.gateway.settings import GatewaySettings
@@ -15,7 +16,6 @@ from shared.errors import ConfigError
 from shared.lut import lut_for
 from shared.model import (
     EngineSummary,
-    GpuSummary,
     Instance,
     Objectives,
     Placement,
@@ -49,20 +49,12 @@ def summary(
     gpu: str, seq: int = 1, *engines: EngineSummary, free: int = 20 * GIB, share: int = 100, **changes
 ):
     fields = {
-        "gpu": gpu,
-        "host": "h",
-        "gpu_type": "h100-80gb",
-        "engine": A.engine,
-        "started_ms": 1.0,
         "seq": seq,
-        "state": "active",
-        "sm_clock_mhz": 1155,
-        "total_bytes": 80 * GIB,
         "free_bytes": free,
         "staircase": (StairStep(after_ms=0.0, free_bytes=free, free_sm_share_pct=share),),
         "engines": engines or (EngineSummary(model=A.name, state="ready", free_kv_bytes=free),),
     }
-    return ev.SummaryChanged(summary=GpuSummary(**(fields | changes)))
+    return ev.SummaryChanged(summary=gpu_summary(gpu, **(fields | changes)))
 
 
 def core(*gpus: str, models=(A, B), **settings) -> GlobalSchedCore:

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from msgspec.structs import replace
+from support import gpu_summary
 
 from services.global_sched.curves import Curves
 from services.global_sched.dispatch import (
@@ -19,7 +20,7 @@ from services.global_sched.estimate import IN_CHUNKS, Candidate, Work, estimate
 from services.global_sched.view import ClusterView, Reservation
 from shared.catalog import emulated_models
 from shared.lut import lut_for
-from shared.model import EngineSummary, GpuSummary, Objectives, Prefills, StairStep
+from shared.model import EngineSummary, Objectives, Prefills, StairStep
 from shared.silicon import contention
 
 SLO = Objectives(ttft_ms=200.0, tbt_ms=100.0)
@@ -104,20 +105,12 @@ def engine(model: str, **changes: object) -> EngineSummary:
 def view_of(*engines: EngineSummary, gpu_type: str = "h100-80gb", **changes: object):
     cluster = ClusterView("s", 1500.0, 600_000.0, 3000.0)
     fields = {
-        "gpu": "g",
-        "host": "h",
         "gpu_type": gpu_type,
-        "engine": "emulated",
-        "started_ms": 1.0,
-        "seq": 1,
-        "state": "active",
-        "sm_clock_mhz": 1155,
-        "total_bytes": 80 * GIB,
         "free_bytes": 20 * GIB,
         "staircase": (StairStep(after_ms=0.0, free_bytes=20 * GIB, free_sm_share_pct=100),),
         "engines": engines,
     }
-    view = cluster.hear(0.0, GpuSummary(**(fields | changes)))
+    view = cluster.hear(0.0, gpu_summary("g", **(fields | changes)))
     assert view is not None
     return cluster, view
 

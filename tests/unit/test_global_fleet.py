@@ -3,6 +3,7 @@
 from typing import Any
 
 from msgspec.structs import replace
+from support import gpu_summary
 
 from services.global_sched.core import GlobalSchedCore
 from services.global_sched.dispatch import decide
@@ -15,7 +16,7 @@ from shared import events as ev
 from shared.catalog import emulated_models
 from shared.devices import device_for
 from shared.lut import build, lut_for
-from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Objectives, Placement, StairStep
+from shared.model import EngineSummary, Instance, ModelSpec, Objectives, Placement, StairStep
 
 A, B = emulated_models(2)
 GIB = 1024**3
@@ -53,20 +54,12 @@ class Lab:
                 for model in models
             )
             fields: dict[str, Any] = {
-                "gpu": f"g{gpu}",
-                "host": "h",
-                "engine": A.engine,
-                "gpu_type": "h100-80gb",
-                "started_ms": 1.0,
                 "seq": self.seq,
-                "state": "active",
-                "sm_clock_mhz": 1155,
-                "total_bytes": 80 * GIB,
                 "free_bytes": free_bytes,
                 "staircase": (StairStep(0.0, free_bytes, 100 - (20 if running else 0)),),
                 "engines": engines,
             }
-            assert self.fleet.hear(self.now_ms, GpuSummary(**(fields | changes))) is not None
+            assert self.fleet.hear(self.now_ms, gpu_summary(f"g{gpu}", **(fields | changes))) is not None
 
     def place(self, version: int, *gpus: int, drained: tuple[str, ...] = ()) -> None:
         instances = tuple(Instance(model=A.name, gpus=(f"g{gpu}",)) for gpu in gpus)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from local_bench import H100, MODEL, OTHER, Bench, names, of, request
+from support import gpu_summary
 
 from services.consolidator import presets as consolidator
 from services.consolidator.settings import ConsolidatorSettings
@@ -30,7 +31,7 @@ from shared.config import load
 from shared.engine import RunRequest, SetClock, SetPlan
 from shared.errors import ConfigError
 from shared.lut import lut_for
-from shared.model import EngineSummary, GpuSummary, Objectives, StairStep
+from shared.model import EngineSummary, Objectives, StairStep
 from shared.systems import SYSTEMS
 from sim.systems import under
 
@@ -92,21 +93,8 @@ def views(*gpus):
             tightest_tbt_ms=100.0 if running else 0.0,
         )
         staircase = tuple(StairStep(after_ms=ms, free_bytes=free, free_sm_share_pct=90) for ms, free in steps)
-        summary = GpuSummary(
-            gpu=gpu,
-            host="h",
-            gpu_type=GPU,
-            engine="emulated",
-            started_ms=0.0,
-            seq=seq,
-            state="active",
-            sm_clock_mhz=clock_mhz,
-            total_bytes=80 << 30,
-            free_bytes=steps[0][1],
-            engines=(engine,),
-            staircase=staircase,
-        )
-        cluster.hear(0.0, summary)
+        said = {"seq": seq, "sm_clock_mhz": clock_mhz, "engines": (engine,), "staircase": staircase}
+        cluster.hear(0.0, gpu_summary(gpu, free_bytes=steps[0][1], **said))
     return [cluster.get(gpu, 0.0) for gpu, *_ in gpus]
 
 

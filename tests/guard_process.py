@@ -9,9 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from nvml import StubNvml
+from nvml import UUIDS, StubNvml
 
-UUIDS = [f"GPU-00000000-0000-0000-0000-00000000000{i}" for i in range(4)]
 HOLDER = """
 import sys, time
 from services.local_sched.gpu_nvml import GuardedClocks

@@ -16,6 +16,7 @@ import pytest
 
 SOURCE = Path(__file__).parent / "nvml_stub" / "nvml_stub.c"
 LIBRARY = "libnvidia-ml.so.1"
+UUIDS = [f"GPU-00000000-0000-0000-0000-00000000000{i}" for i in range(4)]
 HOST = -1
 """In place of a GPU's number: the machine."""
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,8 +29,6 @@ VLLM_MAX_BATCH = 16
 MEMORY_MARGIN = 0.05
 METER_WINDOW_MS = 1_200.0
 """An energy counter moves in steps of up to 100 ms: watts need a window of over a second."""
-
-METERS = {True: COUNTER, False: INTEGRATED}
 
 NO_SHARES = "vLLM has no SM partitioning"
 NO_CLOCKS = "a CPU engine has no clock to set"
@@ -98,17 +95,14 @@ def target_for(
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)  # the engine's process inherits it
         # no bound on the repeats but their time: short steps need many to fill the meter's window
         effort = replace(effort, most=10_000, most_ms=2 * METER_WINDOW_MS, least_ms=METER_WINDOW_MS)
-        source = METERS[gpu_here.read().counter_j is not None]
-        what = f"vLLM on {gpu_here.name}, energy: {source}"
-        driven = partial(
-            NvmlEngines,
-            _vllm_engines(vllm_env, state),
-            gpu=gpu_here,
-            clocks=clocks,
-            cap_w=device.power_cap_w,
-            now_ms=now_ms,
+        meter = INTEGRATED if gpu_here.read().counter_j is None else COUNTER
+        what = f"vLLM on {gpu_here.name}, energy: {meter}"
+        engines = _vllm_engines(vllm_env, state)
+        lab = EngineLab(
+            lambda report: NvmlEngines(
+                engines, gpu=gpu_here, clocks=clocks, cap_w=device.power_cap_w, now_ms=now_ms, report=report
+            )
         )
-        lab = EngineLab(lambda report: driven(report=report))
         pool_bytes, version = _pool_bytes(grid, spec), VLLM.replace("-cpu", "")
         yield Target(device, spec, grid, effort, what, lab, pool_bytes, gpu_here.driver, version)
     elif gpu in DEVICES and gpu != "cpu":

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from guard_process import UUIDS, Guard, wait_for
-from nvml import HOST, StubNvml
+from guard_process import Guard, wait_for
+from nvml import HOST, UUIDS, StubNvml
 
 from services.local_sched.clock_lease import MOST_BYTES, Answer, Hold, Release
 

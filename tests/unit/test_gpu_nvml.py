@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
-from nvml import HOST, StubNvml
+from nvml import HOST, UUIDS, StubNvml
 from support import eventually
 
 from services.local_sched import gpu_nvml
@@ -23,7 +23,6 @@ from shared.errors import ActuatorRefused, ConfigError, Unavailable
 
 H100 = device_for("h100-80gb")
 MODEL = emulated_models(1)[0]
-UUID = "GPU-00000000-0000-0000-0000-00000000000"
 
 
 @pytest.fixture
@@ -34,14 +33,14 @@ def gpu(nvml: StubNvml):
 
 
 def test_a_gpu_speaks_watts_joules_and_megahertz(nvml: StubNvml, gpu: NvmlGpu) -> None:
-    assert (gpu.name, gpu.uuid, gpu.driver) == ("NVIDIA H100 80GB HBM3", UUID + "2", "580.95.05")
+    assert (gpu.name, gpu.uuid, gpu.driver) == ("NVIDIA H100 80GB HBM3", UUIDS[2], "580.95.05")
     assert gpu.clocks_mhz == H100.clocks_mhz and gpu.memory_clocks_mhz == (1593, 2619)
     nvml.set(2, load=1.0, cap_w=500.0, energy_mj=123_456_000.0)
     read = gpu.read()
     # 110 + 580 * (1620 / 1980)^2 W is the most below the cap
     assert read[:4] == (1620, ("power cap",), False, pytest.approx(110 + 580 * (1620 / 1980) ** 2, abs=0.01))
     assert read.counter_j == pytest.approx(123_456.0, abs=50.0)
-    other = NvmlGpu(UUID + "3")
+    other = NvmlGpu(UUIDS[3])
     assert other.read()[:4] == Reading(1980, (), True, 110.0, None)[:4]
     other.close()
 

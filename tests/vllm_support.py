@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,6 +74,25 @@ def widened_folder(models_dir: Path) -> Path:
     return folder
 
 
+def told_by_vllm(program: str, *arguments: object) -> Any:
+    """Run a program in vLLM's environment; returns the value it prints as JSON behind ``TOLD``.
+
+    Its arguments are in ``sys.argv[1]``, as JSON; it may import Festina's modules.
+    """
+    with tempfile.TemporaryDirectory() as temp_dir:
+        done = subprocess.run(
+            [str(PYTHON), "-c", program, json.dumps(arguments)],
+            env=child_environment(os.environ, temp_dir),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("TOLD "))
+
+
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 COLOURS = "<|im_start|>user\nName three primary colours, and say why.<|im_end|>\n<|im_start|>assistant\n"
 QUESTION_TOKENS, COLOURS_TOKENS = 24, 48
@@ -89,7 +108,7 @@ asked = engine.chat(question, greedy(of_question), use_tqdm=False)[0]
 colours = engine.generate([colours], greedy(of_colours), use_tqdm=False)[0]
 said = asked.outputs[0]
 answer = [said.text, len(asked.prompt_token_ids), len(said.token_ids)]
-print("ANSWERS " + json.dumps([answer, list(colours.outputs[0].token_ids)]))
+print("TOLD " + json.dumps([answer, list(colours.outputs[0].token_ids)]))
 """
 
 
@@ -106,18 +125,8 @@ class Offline(NamedTuple):
 def offline() -> Offline:
     """Ask vLLM's own engine, once for all tests of a run: its start is what takes long."""
     assert MODEL is not None
-    asked = [MODEL.weights, QUESTION, COLOURS, QUESTION_TOKENS, COLOURS_TOKENS]
-    with tempfile.TemporaryDirectory() as temp_dir:
-        done = subprocess.run(
-            [str(PYTHON), "-c", OFFLINE, json.dumps(asked)],
-            env=child_environment(os.environ, temp_dir),
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, done.stderr[-3000:]
-    answer, colours = json.loads(lines[0].removeprefix("ANSWERS "))
+    asked = (MODEL.weights, QUESTION, COLOURS, QUESTION_TOKENS, COLOURS_TOKENS)
+    answer, colours = told_by_vllm(OFFLINE, *asked)
     return Offline(*answer, colours)
 
 

@@ -4,13 +4,12 @@ To be run first with another version of vLLM: it says which names are gone, befo
 """
 
 import ast
-import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from vllm_support import PYTHON, ROOT, needs_vllm
+from vllm_support import PYTHON, ROOT, needs_vllm, told_by_vllm
 
 from services.local_sched.engine_vllm import child_environment
 from services.local_sched.vllm_ext.version import TESTED_VERSIONS
@@ -58,9 +57,9 @@ PLANTED = {"vllm.nowhere": {"Nothing": ""}, "vllm.v1.outputs": {"ModelRunnerOutp
 
 LOOK_UP = """
 import importlib, inspect, json, re, sys
-sys.path.insert(0, sys.argv[2])
 missing = []
-for module, classes in json.loads(sys.argv[1]).items():
+[listed] = json.loads(sys.argv[1])
+for module, classes in listed.items():
     for name, used in classes.items():
         try:
             found = getattr(importlib.import_module(module), name)
@@ -92,23 +91,14 @@ def first_hash(tenant, key=b"k" * 32):
                       block_hasher=get_request_block_hasher(32, sha256))
     return request.block_hashes[0].hex()
 hashes = [first_hash("a"), first_hash("a"), first_hash("b"), first_hash("a", b"x" * 32)]
-print("FOUND " + json.dumps([missing, hashes, cache_salt(b"k" * 32, "a")]))
+print("TOLD " + json.dumps([missing, hashes, cache_salt(b"k" * 32, "a")]))
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str], str]:
+def found() -> tuple[list[str], list[str], str]:
     """Missing names, the hashes of one prompt under the salts of tenants, and such a salt."""
-    done = subprocess.run(
-        [str(PYTHON), "-c", LOOK_UP, json.dumps(CLASSES | PLANTED), str(ROOT)],
-        env=child_environment(os.environ, str(tmp_path_factory.mktemp("names"))),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-3000:]
-    return tuple(json.loads(lines[0].removeprefix("FOUND ")))
+    return tuple(told_by_vllm(LOOK_UP, CLASSES | PLANTED))
 
 
 def test_every_name_is_there(found: tuple[list[str], list[str], str]) -> None:

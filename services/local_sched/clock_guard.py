@@ -66,7 +66,6 @@ class Peer(NamedTuple):
     connection: socket.socket
     pid: int
     uid: int
-    gid: int
 
 
 class Guard:
@@ -125,7 +124,7 @@ class Guard:
             connection.close()
             return
         holder = next(self._numbers)
-        self._peers[holder] = Peer(connection, pid, uid, gid)
+        self._peers[holder] = Peer(connection, pid, uid)
         self._loop.add_reader(connection, self._receive, holder)
 
     def _receive(self, holder: int) -> None:

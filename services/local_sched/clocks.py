@@ -25,6 +25,12 @@ def snapped(offered_mhz: Sequence[int], asked_mhz: int) -> int:
     return max((clock for clock in offered_mhz if clock <= asked_mhz), default=min(offered_mhz))
 
 
+def granted(asked_mhz: int, applied_mhz: int) -> ClockApplied:
+    """Return what is told of a clock that runs, the one asked for or the one that it was snapped to."""
+    reason = "" if applied_mhz == asked_mhz else "the device does not offer the clock asked for"
+    return ClockApplied(asked_mhz=asked_mhz, applied_mhz=applied_mhz, reason=reason)
+
+
 class ClockKeeper:
     """Decides when a clock is written, and says what came of it.
 
@@ -63,52 +69,50 @@ class ClockKeeper:
 
     def wanted(self, now_ms: float) -> int | None:
         """Return the clock to write now, one that is offered; None if it is not time."""
-        if self._due_ms is None or now_ms < self._due_ms or self.asked_mhz is None:
-            return None
-        return snapped(self._offered_mhz, self.asked_mhz)
+        return None if self._due_ms is None or now_ms < self._due_ms else self._target_mhz
 
     def answered(self, now_ms: float, clock_mhz: int, refused: str) -> None:
         """Note what came of a write; `refused` says why the device keeps its clock, empty if it does not."""
         self._written_ms, self._refused = now_ms, refused
         self.written_mhz = None if refused else clock_mhz
-        again = bool(refused) or (self.asked_mhz is not None and self._snap() != clock_mhz)
+        again = bool(refused) or self._target_mhz != clock_mhz
         wait_ms = RETRY_MS if refused else WRITE_INTERVAL_MS
         self._due_ms = now_ms + wait_ms if again else None
 
     def read(self, now_ms: float, real_mhz: int, limits: Sequence[str], idle: bool) -> ClockApplied | None:
         """Take a reading; returns what there is to tell, if that is news."""
         self.real_mhz = real_mhz
-        if self.asked_mhz is None:
-            return None
-        news = self._outcome(now_ms, self.asked_mhz, real_mhz, limits, idle)
-        told = self._told
+        news, told = self._outcome(now_ms, real_mhz, limits, idle), self._told
         if news is None:
             return None
-        wavers = told is not None and abs(news.applied_mhz - told.applied_mhz) <= NOTABLE * told.applied_mhz
-        if told is not None and wavers and (news.limited, news.reason) == (told.limited, told.reason):
-            return None
+        if told is not None and (news.limited, news.reason) == (told.limited, told.reason):
+            wavered_mhz = abs(news.applied_mhz - told.applied_mhz)
+            if wavered_mhz <= NOTABLE * told.applied_mhz:
+                return None
         self._told = news
         return news
 
-    def _snap(self) -> int:
-        assert self.asked_mhz is not None
-        return snapped(self._offered_mhz, self.asked_mhz)
+    @property
+    def _target_mhz(self) -> int | None:
+        """The offered clock that stands for the one asked for; None before one is."""
+        return None if self.asked_mhz is None else snapped(self._offered_mhz, self.asked_mhz)
 
     def _outcome(
-        self, now_ms: float, asked_mhz: int, real_mhz: int, limits: Sequence[str], idle: bool
+        self, now_ms: float, real_mhz: int, limits: Sequence[str], idle: bool
     ) -> ClockApplied | None:
-        """Say what became of what was asked; None while that is open."""
+        """Say what became of what was asked; None while that is open, or nothing was."""
+        asked_mhz, written_mhz = self.asked_mhz, self.written_mhz
+        if asked_mhz is None:
+            return None
         if self._refused:
             return ClockApplied(
                 asked_mhz=asked_mhz, applied_mhz=real_mhz, reason=self._refused, limited="refused"
             )
-        written_mhz = self.written_mhz
-        if written_mhz is None or written_mhz != self._snap():
+        if written_mhz is None or written_mhz != self._target_mhz:
             return None
         resting = idle and real_mhz < written_mhz  # it clocks up again when there is work
         if resting or abs(real_mhz - written_mhz) <= SAME_MHZ:
-            reason = "" if written_mhz == asked_mhz else "the device does not offer the clock asked for"
-            return ClockApplied(asked_mhz=asked_mhz, applied_mhz=written_mhz, reason=reason)
+            return granted(asked_mhz, written_mhz)
         if now_ms - self._written_ms < SETTLE_MS:
             return None
         why = ", ".join(limits) or "the device does not say why"

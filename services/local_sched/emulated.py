@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.local_sched.clocks import snapped
+from services.local_sched.clocks import granted, snapped
 from services.local_sched.emulated_engine import Engine
 from services.local_sched.emulated_meter import IDLE, OVERHEAD, REQUESTS, Meter
 from services.local_sched.emulated_step import Step, idle_parts_w, run_together
@@ -25,7 +25,6 @@ from services.local_sched.made_up import VocabSlice
 from services.local_sched.meter import MODELLED, UNKNOWN
 from shared.devices import Device
 from shared.engine import (
-    ClockApplied,
     DeviceSampled,
     EngineAsleep,
     EngineEnded,
@@ -314,14 +313,7 @@ class EmulatedGpu:
             self._load(now_ms, order, events)
         elif isinstance(order, SetClock):
             self._clock_mhz = snapped(self.device.clocks_mhz, order.sm_clock_mhz)
-            reason = (
-                ""
-                if self._clock_mhz == order.sm_clock_mhz
-                else "the device does not offer the clock asked for"
-            )
-            events.append(
-                ClockApplied(asked_mhz=order.sm_clock_mhz, applied_mhz=self._clock_mhz, reason=reason)
-            )
+            events.append(granted(order.sm_clock_mhz, self._clock_mhz))
         elif isinstance(order, RestDevice):
             if not self._engines:
                 self._rest = order.state

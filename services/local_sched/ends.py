@@ -4,9 +4,9 @@ import msgspec
 
 from services.local_sched.moves import DESTINATION, SOURCE, holder
 from services.local_sched.spans import end_of, last_span
-from services.local_sched.state import State
+from services.local_sched.state import Engine, State
 from services.local_sched.work import Work
-from shared.engine import StopRequest
+from shared.engine import StopRequest, UnloadEngine
 from shared.events import STOPPED, Abort, Action, Count, KvLoaded, Released, Send, TokenDelta
 from shared.model import Request, RequestEnd
 
@@ -68,6 +68,18 @@ def abandon(state: State, now_ms: float, work: Work, reason: str) -> list[Action
 def fail(state: State, now_ms: float, works: list[Work], reason: str) -> list[Action]:
     """End work with an error, so that its gateway can start another attempt."""
     return _end(state, now_ms, works, "error", reason)
+
+
+def fail_all(state: State, now_ms: float, model: str, reason: str) -> list[Action]:
+    """End all work of a model with an error."""
+    works = [work for work in state.works.values() if work.request.model == model]
+    return fail(state, now_ms, works, reason)
+
+
+def end_engine(state: State, now_ms: float, engine: Engine, reason: str) -> list[Action]:
+    """End an engine at once, with all work of its model."""
+    engine.state, model = "unloading", engine.spec.name
+    return [*fail_all(state, now_ms, model, reason), UnloadEngine(model=model, at_once=True)]
 
 
 def finish(state: State, now_ms: float, work: Work, finish_reason: str) -> list[Action]:

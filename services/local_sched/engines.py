@@ -6,7 +6,7 @@ engines share their fate, the others are ended with it, and loaded again once al
 """
 
 from services.local_sched import rest
-from services.local_sched.ends import drop_move, fail
+from services.local_sched.ends import drop_move, end_engine, fail_all
 from services.local_sched.moves import DESTINATION
 from services.local_sched.state import Engine, State
 from shared.engine import EngineEnded, EngineReady, LoadEngine, UnloadEngine
@@ -105,11 +105,10 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     if engine is None or engine.state == "failed":
         return []
     asked = engine.state == "unloading" and not engine.reason
-    works = [work for work in state.works.values() if work.request.model == event.model]
     reason = engine.reason or f"engine died: {event.reason or 'no reason given'}"
     engine.running.clear()  # nothing can be stopped in it any more
     engine.tally = None
-    actions = fail(state, now_ms, works, reason)
+    actions = fail_all(state, now_ms, event.model, reason)
     for move_id, transfer in list(state.moves.transfers.items()):
         if transfer.model == event.model and transfer.side == DESTINATION and not transfer.committed:
             drop_move(state, move_id)
@@ -133,11 +132,10 @@ def _end_others(state: State, now_ms: float, dead: str) -> list[Action]:
     state.clearing = True
     reason = f"the engine of {dead} died, and takes all others of {state.gpu} with it"
     actions: list[Action] = []
-    for model, engine in state.engines.items():
+    for engine in state.engines.values():
         if engine.state in ("loading", "ready"):
-            engine.state, engine.load_again = "unloading", True
-            works = [work for work in state.works.values() if work.request.model == model]
-            actions += [*fail(state, now_ms, works, reason), UnloadEngine(model=model, at_once=True)]
+            engine.load_again = True
+            actions += end_engine(state, now_ms, engine, reason)
     return actions
 
 

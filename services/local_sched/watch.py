@@ -6,10 +6,9 @@ when nothing is heard of it. A scheduler that stood still itself has yet to hear
 that looks stuck has to do so twice.
 """
 
-from services.local_sched.ends import fail
+from services.local_sched.ends import end_engine
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Work
-from shared.engine import UnloadEngine
 from shared.events import Action, Count
 
 MOST_TOKENS = 8192
@@ -95,12 +94,7 @@ def _limit_ms(state: State, engine: Engine, works: list[Work]) -> float:
 
 def _give_up(state: State, now_ms: float, engine: Engine, reason: str) -> list[Action]:
     """End an engine that hangs; it has failed once its process is gone."""
-    model = engine.spec.name
-    engine.state, engine.reason = "unloading", reason
-    works = [work for work in state.works.values() if work.request.model == model]
+    engine.reason = reason
     state.changed()
-    return [
-        *fail(state, now_ms, works, reason),
-        UnloadEngine(model=model, at_once=True),
-        Count(name="engines_given_up", labels={"model": model}),
-    ]
+    given_up = Count(name="engines_given_up", labels={"model": engine.spec.name})
+    return [*end_engine(state, now_ms, engine, reason), given_up]

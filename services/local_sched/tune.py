@@ -242,9 +242,17 @@ def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[i
 
     Also the answer to memory pressure, where the way out is to end requests sooner (docs/decisions.md, 21).
     """
+    return Candidate(clocks_mhz[0], shares_by_need(device, profiles), math.nan)
+
+
+def shares_by_need(device: Device, profiles: Sequence[Profile]) -> tuple[int, ...]:
+    """Return shares that fill the device, in proportion to what each engine alone needs to be in time.
+
+    That is its least share at the highest clock; all SMs where none is enough.
+    """
     most_pct = device.sm_sizes_pct[-1]
     needs = [least_shares(device, [engine], 0)[0] or most_pct for engine in profiles]
-    return Candidate(clocks_mhz[0], proportional(needs, device.sm_sizes_pct), math.nan)
+    return proportional(needs, device.sm_sizes_pct)
 
 
 def largest_chunk(

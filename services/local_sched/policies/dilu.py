@@ -9,12 +9,9 @@ and `fixed_chunk_tokens`.
 """
 
 from services.local_sched import tune
-from services.local_sched.divide import proportional
 from services.local_sched.policies.sight import Sight
 
 
 def demand(sight: Sight) -> tuple[int, ...]:
     """Return shares in proportion to what each engine needs to be in time, filling the device."""
-    sizes_pct = sight.device.sm_sizes_pct
-    needs = [tune.least_shares(sight.device, [profile], 0)[0] or sizes_pct[-1] for profile in sight.profiles]
-    return proportional(needs, sizes_pct)
+    return tune.shares_by_need(sight.device, sight.profiles)

@@ -37,27 +37,24 @@ def governed(state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz:
     least_pct = tune.least_shares(state.device, sight.profiles, clock)
     return Decision(
         models=tuple([engine.spec.name for engine in engines]),
-        clocks_mhz=sight.clocks_mhz,
+        clocks_mhz=clocks_mhz,
         loads=list(sight.loads),
         budget_pct=max(100, sum(shares_pct)),
         memory_short=False,
         memory_awaited=False,
         profiles=list(sight.profiles),
         found=[Stretch(shares_pct, least_pct, clock, [0.0])],
-        chosen=Candidate(sight.clocks_mhz[clock], shares_pct, 0.0),
+        chosen=Candidate(clocks_mhz[clock], shares_pct, 0.0),
     )
 
 
 def _sight(state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz: tuple[int, ...]) -> Sight:
-    settings, device = state.settings, state.device
-    if settings.clock == "default" and not state.clock_refused:
-        clocks_mhz = (device.default_clock_mhz,)
     loads = [load_of(state, now_ms, engine) for engine in engines]
     residents = [name for name, engine in state.engines.items() if engine.state in ("loading", "ready")]
     free_bytes, most_bytes = state.ledger.kv_bytes
     return Sight(
-        device=device,
-        settings=settings,
+        device=state.device,
+        settings=state.settings,
         clocks_mhz=clocks_mhz,
         loads=loads,
         profiles=[grid_of(load.lut, clocks_mhz).profile(load) for load in loads],
@@ -68,7 +65,7 @@ def _sight(state: State, now_ms: float, engines: Sequence[Engine], clocks_mhz: t
         steps_ms=[engine.step_ms for engine in engines],
         residents=[state.engines[name].lut for name in residents],
         places=[residents.index(engine.spec.name) for engine in engines],
-        waits=any(work.passed_over_ms is not None for work in state.queue.values()),
+        waits=state.memory_awaited,
         free_part=free_bytes / most_bytes if most_bytes else 0.0,
         clock_mhz=state.clock_mhz,
     )

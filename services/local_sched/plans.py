@@ -82,11 +82,7 @@ def _decision(
     settings, last = state.settings, state.decision
     models = tuple([engine.spec.name for engine in engines])
     budget_pct, memory_short = _budget_pct(state, engines), _memory_is_short(state)
-    awaited = (
-        settings.memory_pressure
-        and bool(state.queue)
-        and any(work.passed_over_ms is not None for work in state.queue.values())
-    )
+    awaited = settings.memory_pressure and state.memory_awaited
     hurries = memory_short or state.room_short
     paced = settings.pacing == "slack" and state.device.has_meter and not hurries
     loads = [load_of(state, now_ms, engine, paced=paced) for engine in engines]
@@ -97,8 +93,14 @@ def _decision(
         profiles = [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
         found = []
         if not awaited:
-            how = {"wide": memory_short, "widening": settings.widening}
-            found = tune.sweep(state.device, profiles, len(clocks_mhz), budget_pct, **how)
+            found = tune.sweep(
+                state.device,
+                profiles,
+                len(clocks_mhz),
+                budget_pct,
+                wide=memory_short,
+                widening=settings.widening,
+            )
     current_mhz = _in_force_mhz(state)
     current = clocks_mhz.index(current_mhz) if current_mhz in clocks_mhz else None
     chosen = tune.choose(
@@ -112,9 +114,14 @@ def _decision(
 
 
 def _clocks(state: State, now_ms: float, lut: Lut) -> tuple[int, ...]:
-    """Return the clocks of the sweep, from F_max down: those that the device gives and can hold."""
+    """Return the clocks to choose from, F_max first: those that the device gives and can hold.
+
+    There is one alone where the device keeps its own, and where nobody governs it.
+    """
     if state.clock_refused:
         return (state.clock_mhz,)
+    if state.settings.clock == "default":
+        return (state.device.default_clock_mhz,)
     limited = now_ms - state.limited_ms < state.settings.clock_limit_ms
     return _grid_clocks(lut, state.settings.fixed_clock_mhz, state.limit_mhz if limited else None)
 

@@ -199,6 +199,11 @@ class State:
         return int(self.settings.fixed_pool_share * self.ledger.capacity_bytes)
 
     @property
+    def memory_awaited(self) -> bool:
+        """Whether a request waits because there is no memory for it."""
+        return any(work.passed_over_ms is not None for work in self.queue.values())
+
+    @property
     def draining(self) -> bool:
         """Whether it takes no new work."""
         return self.drained or self.leaving

@@ -176,7 +176,7 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
 
 
 def task_of(state: State, now_ms: float, work: Work) -> batch.Task:
-    """Return the prefill of a request as the batcher weighs it; `prefill_ms` is its time, where given."""
+    """Return the prefill of a request as the batcher weighs it."""
     return batch.Task(
         work.request.request_id,
         score_of(state, now_ms, work, work.prefill_ms),

@@ -18,8 +18,7 @@ def with_joules(state: State, engine: Engine, event: StepDone) -> StepDone:
     untold = outputs and outputs[0].energy_j is None
     if not untold or engine.plan is None or not state.device.has_meter:
         return event
-    share_pct, clock_mhz = engine.plan.sm_share_pct, state.clock_mhz
-    at = (clock_mhz, share_pct)
+    at = (state.clock_mhz, engine.plan.sm_share_pct)
     prefills = [output.prefilled_tokens for output in outputs if output.prefilled_tokens]
     decodes = len(outputs) - len(prefills)
     works = [work for output in outputs if (work := engine.running.get(output.request_id))]

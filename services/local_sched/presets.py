@@ -13,11 +13,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "joint-sweep-literal": {
         "widening": False,
         "memory_pressure": False,
-        "pacing": "off",
         "turns": "score",
-        "slack_headroom": 0.0,
         "clock_dwell_ms": 0.0,
         "clock_min_gain": 0.0,
+        **_PLAIN,
     },
     "ungoverned": {"clock": "default", "shares": "all", "turns": "score", **_PLAIN},
     "affinity": {"clock": "affinity", "shares": "all", "turns": "score", **_PLAIN},

@@ -61,9 +61,8 @@ class ServedModel:
         scheduler = self._engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, PlanScheduler)
         self._scheduler = scheduler
-        layers = self._engine.vllm_config.compilation_config.static_forward_context
-        self._layers = layers
-        self._kv = KvPort(load.model, scheduler, layers, stages)
+        self._layers = self._engine.vllm_config.compilation_config.static_forward_context
+        self._kv = KvPort(load.model, scheduler, self._layers, stages)
         self._sleeper = Sleeper(self._engine, self._kv.caches)
         self._warm_up()
 
@@ -126,8 +125,7 @@ class ServedModel:
         """Sleep, unless there are requests, and say at which level it is."""
         started, freed_bytes, reason = time.perf_counter(), 0, ""
         try:
-            if self._scheduler.requests:
-                raise FestinaError(f"it has {len(self._scheduler.requests)} requests")
+            self._check_idle()
             freed_bytes = self._sleeper.sleep(level)
         except FestinaError as error:
             reason = str(error)
@@ -138,8 +136,7 @@ class ServedModel:
         """Serve a model from now on, or say why not."""
         started = time.perf_counter()
         try:
-            if self._scheduler.requests:
-                raise FestinaError(f"it has {len(self._scheduler.requests)} requests")
+            self._check_idle()
             self._sleeper.wake(self._spec, serve)
         except FestinaError as error:
             return EngineAsleep(self._model, self._sleeper.level, reason=str(error))
@@ -147,6 +144,11 @@ class ServedModel:
             self._kv = KvPort(serve, self._scheduler, self._layers, self._stages)
         self._spec = serve
         return self.ready((time.perf_counter() - started) * 1000)
+
+    def _check_idle(self) -> None:
+        """Raise FestinaError while there are requests."""
+        if count := len(self._scheduler.requests):
+            raise FestinaError(f"it has {count} requests")
 
     def _run(self, request: Request) -> Iterator[StepDone]:
         try:

@@ -31,7 +31,7 @@ class Sleeper:
     def __init__(self, engine: LLMEngine, caches: list[torch.Tensor]) -> None:
         self._engine = engine
         self._caches = caches
-        self._kv_bytes: list[int] = []
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes each had
         self.level = 0
 
     def sleep(self, level: int) -> int:
@@ -57,9 +57,9 @@ class Sleeper:
         if serve.weights != served.weights:
             check_alike(served, serve)
         if self.level and current_platform.is_cpu():
-            for cache, n_bytes in zip(self._caches, self._kv_bytes, strict=True):
-                if not cache.untyped_storage().nbytes():  # several layers may share one
-                    cache.untyped_storage().resize_(n_bytes)
+            for storage, n_bytes in self._emptied:
+                storage.resize_(n_bytes)
+            for cache in self._caches:
                 cache.zero_()
         elif self.level:
             self._engine.wake_up()
@@ -73,12 +73,14 @@ class Sleeper:
     def _empty_kv(self, level: int) -> int:
         if level == 2:
             raise FestinaError("weights on a CPU are in host memory already: its only sleep level is 1")
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in self._caches}
-        self._kv_bytes = [cache.untyped_storage().nbytes() for cache in self._caches]
-        freed_bytes: int = sum(storage.nbytes() for storage in storages.values())
-        for storage in storages.values():
+        storages = [cache.untyped_storage() for cache in self._caches]
+        storages = list(
+            {storage.data_ptr(): storage for storage in storages}.values()
+        )  # layers may share one
+        self._emptied = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
             storage.resize_(0)
-        return freed_bytes
+        return sum(n_bytes for _, n_bytes in self._emptied)
 
     def _sleep_on_gpu(self, level: int) -> int:
         free_bytes, _ = torch.cuda.mem_get_info()

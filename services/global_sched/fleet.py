@@ -70,6 +70,7 @@ class Fleet:
         self.models: dict[str, ModelSpec] = {}
         self._placement = Placement(version=0)
         self._placed: dict[str, set[str]] = {}
+        self._prefill: frozenset[str] = frozenset()
         self._max_queued = settings.max_queued
         self._whole = settings.charge == "device"
         self._pooled = settings.choice == "least_energy"
@@ -97,6 +98,7 @@ class Fleet:
             return
         drained, placed = set(self._placement.drained), self._placed
         self._placement, self._placed = placement, {}
+        self._prefill = frozenset(placement.prefill)
         for instance in placement.instances:
             self._placed.setdefault(instance.model, set()).update(instance.gpus)
         drained ^= set(placement.drained)
@@ -185,18 +187,16 @@ class Fleet:
         decode are apart, those for prompts.
         """
         views = self._ready(now_ms, spec)
-        prefill = self._placement.prefill
-        return [view for view in views if view.gpu in prefill] or views if prefill else views
+        return [view for view in views if view.gpu in self._prefill] or views
 
     def decoder(self, now_ms: float, spec: ModelSpec, view: GpuView) -> GpuView | None:
         """Return where a request is to decode whose prompt a GPU computes: of those for it, the roomiest.
 
         None: it decodes there as well, because nothing is apart, or no other GPU has its model.
         """
-        prefill = self._placement.prefill
-        if view.gpu not in prefill:
+        if view.gpu not in self._prefill:
             return None
-        others = [other for other in self._ready(now_ms, spec) if other.gpu not in prefill]
+        others = [other for other in self._ready(now_ms, spec) if other.gpu not in self._prefill]
         return min(others, key=lambda other: (-other.free_bytes, other.gpu), default=None)
 
     def _ready(self, now_ms: float, spec: ModelSpec) -> list[GpuView]:
@@ -207,7 +207,7 @@ class Fleet:
     def pool(self, now_ms: float, spec: ModelSpec) -> Pool | None:
         """Return the pool of those GPUs; None if they are few, or looked at in another way than by energy."""
         name = spec.name
-        if not self._pooled or self._placement.prefill or self.view.count(name) <= FEW:
+        if not self._pooled or self._prefill or self.view.count(name) <= FEW:
             self._pools.pop(name, None)
             return None
         serving = self._pools.get(name)

@@ -18,7 +18,7 @@ def quotas_ms(
 
     Args:
         step_ms, tbt_ms: of each batch, how long a decode step takes and how often one is due.
-        switching_ms: what changing models takes in the whole round. If that is nothing, each has all there is.
+        switching_ms: what changing models takes in the whole round; if nothing, all turns are the longest.
         most_ms: longest time (Q_MAX): whoever comes waits for a round at most.
     """
     steps = [due_ms / ms for due_ms, ms in zip(tbt_ms, step_ms, strict=True)]  # that one deadline affords

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli import explain, profile
+from services.cli.doctor import doctor
 from services.cli.lut import lut_app
 from shared.errors import FestinaError
 from sim import cli as sim_cli
@@ -43,6 +44,7 @@ app.command()(profile.profile)
 app.command()(sim_cli.sim)
 app.command()(sim_cli.plan)
 app.command()(explain.explain)
+app.command()(doctor)
 
 Url = Annotated[str, typer.Option(envvar="FESTINA_URL", help="Address of a gateway.")]
 AdminKey = Annotated[

@@ -15,7 +15,8 @@ from shared.events import Action, Event
 from shared.model import Struct
 
 MOST_BYTES = 512
-"""A message is at most so long."""
+ANSWER_BYTES = 16_384
+"""A message is at most so long, and an answer."""
 RETRY_MS = 1_000.0
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=96)]
@@ -41,20 +42,36 @@ class Release(Struct, tag=True, forbid_unknown_fields=True):
     gpu: Name
 
 
+class Ask(Struct, tag=True, forbid_unknown_fields=True):
+    """Which GPUs do you lease, and how do they stand? Changes nothing."""
+
+
+class Standing(Struct):
+    """A GPU that the guard leases: whether somebody holds it, and why its clocks could not be set lately."""
+
+    gpu: str
+    held: bool = False
+    trouble: str = ""
+
+
 class Answer(Struct):
-    """What became of a message; `refused` says why nothing did, and is empty otherwise."""
+    """What became of a message; `refused` says why nothing did, and is empty otherwise.
+
+    `gpus` answers an `Ask`.
+    """
 
     refused: str = ""
+    gpus: tuple[Standing, ...] = ()
 
 
-MESSAGES = msgspec.json.Decoder(Hold | Release)
+MESSAGES = msgspec.json.Decoder(Hold | Release | Ask)
 
 
 class Heard(Event):
     """A holder, by the number of its connection, has sent a message."""
 
     holder: int
-    message: Hold | Release
+    message: Hold | Release | Ask
 
 
 class Left(Event):
@@ -102,6 +119,7 @@ class GuardCore:
     def __init__(self, gpus: tuple[str, ...]) -> None:
         self._gpus = gpus
         self.leases: dict[str, Lease] = {}
+        self._troubles: dict[str, str] = {}  # what the last write of a GPU's clocks failed with
         self._to_free = dict.fromkeys(gpus, 0.0)  # not known to have its default clocks; when to try again
 
     @property
@@ -118,6 +136,8 @@ class GuardCore:
                 actions = self._hold(now_ms, holder, message)
             case Heard(holder=holder, message=Release(gpu=gpu)):
                 actions = self._release(now_ms, holder, gpu)
+            case Heard(holder=holder, message=Ask()):
+                actions = [Tell(holder=holder, answer=Answer(gpus=self._standings()))]
             case Left(holder=holder):
                 for gpu in [gpu for gpu, lease in self.leases.items() if lease.holder == holder]:
                     self._end(now_ms, gpu)
@@ -154,6 +174,12 @@ class GuardCore:
         self._to_free.pop(gpu, None)
         return [Write(gpu=gpu, holder=holder, sm_clock_mhz=clocks_mhz[0], memory_clock_mhz=clocks_mhz[1])]
 
+    def _standings(self) -> tuple[Standing, ...]:
+        return tuple(
+            Standing(gpu=gpu, held=gpu in self.leases, trouble=self._troubles.get(gpu, "")[:200])
+            for gpu in self._gpus
+        )
+
     def _release(self, now_ms: float, holder: int, gpu: str) -> list[Action]:
         lease = self.leases.get(gpu)
         if lease is None or lease.holder != holder:
@@ -168,6 +194,7 @@ class GuardCore:
     def _written(self, now_ms: float, event: Written) -> list[Action]:
         """A lock that failed may have been done in part: the lease ends, and the GPU is freed."""
         gpu, holder = event.gpu, event.holder
+        self._troubles[gpu] = event.error
         if holder is None:
             if not event.error and gpu not in self.leases:
                 self._to_free.pop(gpu, None)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.local_sched.clock_lease import MOST_BYTES, Answer, Hold
+from services.local_sched.clock_lease import ANSWER_BYTES, Answer, Hold
 from services.local_sched.clocks import ClockKeeper
 from services.local_sched.meter import EnergyMeter
 from services.local_sched.nvml import NvmlGpu, Reading
@@ -116,7 +116,7 @@ class GuardedClocks:
                 self._guard.settimeout(GUARD_S)
                 self._guard.connect(self._path)
             self._guard.send(msgspec.json.encode(hold))
-            answer = msgspec.json.decode(self._guard.recv(MOST_BYTES), type=Answer)
+            answer = msgspec.json.decode(self._guard.recv(ANSWER_BYTES), type=Answer)
         except (OSError, msgspec.DecodeError) as error:
             self.close()
             raise ActuatorRefused(f"the clock guard at {self._path} does not answer: {error}") from None

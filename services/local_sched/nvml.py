@@ -13,6 +13,8 @@ from shared.errors import ActuatorRefused, ConfigError, Unavailable
 T = TypeVar("T")
 
 IDLE_REASON = 0x1
+COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
+"""By NVML's number."""
 LIMITS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -39,6 +41,62 @@ class Reading(NamedTuple):
     idle: bool
     power_w: float | None
     counter_j: float | None
+
+
+class Driver(NamedTuple):
+    """The driver of this machine: its version, NVML's, the newest CUDA it runs (12.4 is 1204), its GPUs."""
+
+    version: str
+    nvml: str
+    cuda: int
+    gpus: int
+
+
+class Card(NamedTuple):
+    """How a GPU is set up; None for what it does not tell.
+
+    Args:
+        capability: CUDA compute capability, 9.0 as 90.
+        compute_mode: ``default``, ``exclusive thread``, ``prohibited`` or ``exclusive process``.
+        power_cap_w, power_cap_default_w: the cap that holds, and the one it was made with.
+        processes, mps_processes: ids of processes with a context on it, plain ones and clients of MPS.
+    """
+
+    memory_bytes: int
+    capability: int
+    compute_mode: str
+    persistence: bool | None
+    mig: bool | None
+    power_cap_w: float | None
+    power_cap_default_w: float | None
+    processes: tuple[int, ...]
+    mps_processes: tuple[int, ...]
+
+
+def driver_here() -> Driver:
+    """Return what drives this machine's GPUs.
+
+    Raises:
+        ConfigError: nothing does.
+        Unavailable: the driver does not answer.
+    """
+    nvml = _pynvml()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise ConfigError(f"no NVIDIA driver on this machine: {error}") from None
+    try:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 is 12.4
+        return Driver(
+            nvml.nvmlSystemGetDriverVersion(),
+            nvml.nvmlSystemGetNVMLVersion(),
+            cuda // 1000 * 100 + cuda % 1000 // 10,
+            nvml.nvmlDeviceGetCount(),
+        )
+    except nvml.NVMLError as error:
+        raise Unavailable(f"the NVIDIA driver does not list its GPUs: {error}") from None
+    finally:
+        nvml.nvmlShutdown()
 
 
 class NvmlGpu:
@@ -78,6 +136,31 @@ class NvmlGpu:
     def memory_clocks_mhz(self) -> tuple[int, ...]:
         """The memory clocks offered, ascending; empty where none can be chosen."""
         return tuple(sorted(self._read("clocks", self._nvml.nvmlDeviceGetSupportedMemoryClocks) or ()))
+
+    @property
+    def card(self) -> Card:
+        """How the GPU is set up. Raises Unavailable: it has left the bus, or the driver fails."""
+        nvml = self._nvml
+        memory = self._read("memory", nvml.nvmlDeviceGetMemoryInfo)
+        capability = self._read("capability", nvml.nvmlDeviceGetCudaComputeCapability) or (0, 0)
+        mode = self._read("compute mode", nvml.nvmlDeviceGetComputeMode)
+        persistence = self._read("persistence mode", nvml.nvmlDeviceGetPersistenceMode)
+        mig = self._read("MIG mode", nvml.nvmlDeviceGetMigMode)
+        cap_mw = self._read("power limit", nvml.nvmlDeviceGetEnforcedPowerLimit)
+        default_mw = self._read("power limit", nvml.nvmlDeviceGetPowerManagementDefaultLimit)
+        plain = self._read("processes", nvml.nvmlDeviceGetComputeRunningProcesses) or ()
+        of_mps = self._read("processes", nvml.nvmlDeviceGetMPSComputeRunningProcesses) or ()
+        return Card(
+            memory_bytes=0 if memory is None else int(memory.total),
+            capability=10 * capability[0] + capability[1],
+            compute_mode=COMPUTE_MODES[mode or 0],
+            persistence=None if persistence is None else bool(persistence),
+            mig=None if mig is None else bool(mig[0]),
+            power_cap_w=None if cap_mw is None else cap_mw / 1000.0,
+            power_cap_default_w=None if default_mw is None else default_mw / 1000.0,
+            processes=tuple(each.pid for each in plain),
+            mps_processes=tuple(each.pid for each in of_mps),
+        )
 
     def read(self) -> Reading:
         """Read clock, power and energy. Raises Unavailable: the GPU has left the bus, or the driver fails."""

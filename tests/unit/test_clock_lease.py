@@ -7,11 +7,13 @@ from services.local_sched.clock_lease import (
     MESSAGES,
     RETRY_MS,
     Answer,
+    Ask,
     GuardCore,
     Heard,
     Hold,
     Left,
     Release,
+    Standing,
     Tell,
     Write,
     Written,
@@ -123,6 +125,21 @@ def test_freeing_is_tried_until_it_is_done():
     guard.broken.clear()
     guard.do(Tick(), after_ms=RETRY_MS)
     assert guard.clocks == {A: (0, 0)} and guard.core.wake_ms == float("inf")
+
+
+def test_whoever_asks_hears_how_every_gpu_stands_and_changes_nothing():
+    guard = Guard(A, B)
+    guard.do(Tick())
+    guard.hold(1, A, 1005)
+    guard.broken[B] = "Insufficient Permissions"
+    guard.hold(1, B, 1005)
+    writes = guard.writes
+    told = guard.do(Heard(holder=2, message=Ask()))
+    assert told == Answer(gpus=(Standing(gpu=A, held=True), Standing(gpu=B, trouble=guard.broken[B])))
+    assert guard.writes == writes
+    guard.broken.clear()
+    guard.do(Tick(), after_ms=RETRY_MS)
+    assert guard.do(Heard(holder=2, message=Ask())).gpus[1] == Standing(gpu=B)
 
 
 def test_a_guard_that_ends_frees_what_is_held():

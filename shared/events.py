@@ -455,10 +455,13 @@ class Adopted(Message):
 class CommitMove(Message):
     """The destination may start the request, and then says so by `Adopted`; the source must forget it.
 
-    The source hears it only after that: were the destination's lost, no one would have the request.
+    The source hears it only after that: were the destination's lost, no one would have the request. It had
+    moved `moves` times when the source handed it out: one that has moved since, and come back, is not what is
+    to be forgotten.
     """
 
     move_id: str
+    moves: int = 0
 
 
 class KvLoaded(Message):

@@ -117,6 +117,8 @@ class Request(Struct):
         max_tokens: most output tokens in all, `output_tokens` included.
         sampling: what the engine's sampler takes, by vLLM's names.
         waited_ms: how long ago the request reached its gateway, when this message was sent.
+        moves: how often this attempt has moved to another GPU; of two states of it, the one that has moved
+            more often is the newer.
         traceparent: W3C trace context; empty when not traced.
         tenant_weight: how much of a contested room its tenant is due, beside the others' weights.
     """
@@ -133,6 +135,7 @@ class Request(Struct):
     output_tokens: tuple[int, ...] = ()
     sampling: dict[str, Any] = {}
     waited_ms: float = 0.0
+    moves: int = 0
     traceparent: str = ""
     tenant_weight: float = 1.0
 

@@ -24,6 +24,7 @@ from shared.events import (
     Released,
     Send,
 )
+from shared.model import Request
 
 ANY = "*"  # as request id of a release: any waiting request of the model
 
@@ -101,17 +102,14 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None:
         return []
-    if transfer.side == SOURCE and transfer.committed:
-        return []
     if transfer.side == SOURCE:
-        work = state.works[transfer.request_id]
-        if work.stage is not Stage.HELD and transfer.staged is None:
-            return []  # nobody else has it
-        transfer.committed, transfer.heard_ms = True, now_ms
-        return [*moved_away(state, now_ms, work), Count(name="moves", labels={"side": SOURCE})]
+        return _hand_over(state, now_ms, event, transfer)
     request = transfer.request
     if request is None:
         return []
+    started = Send(to=transfer.migrator, message=Adopted(move_id=event.move_id, started=True))
+    if transfer.committed and request.request_id not in state.works:
+        return [started]  # it has ended, or moved on
     moved = Moved(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -119,36 +117,55 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
         destination=state.gpu,
         next_seq=len(request.output_tokens),
     )
-    actions: list[Action] = [
-        Send(to=transfer.migrator, message=Adopted(move_id=event.move_id, started=True)),
-        Send(to=request.gateway, message=moved),
-    ]
+    actions: list[Action] = [started, Send(to=request.gateway, message=moved)]
     if transfer.committed:
         return actions
     transfer.committed, transfer.heard_ms = True, now_ms
-    if request.request_id in state.works:  # it has come by another way
-        state.ledger.release(transfer.model, holder(event.move_id))
-        return [*actions, *_not_needed(event.move_id, transfer)]
     waited_ms = request.waited_ms + now_ms - transfer.adopted_ms
-    here = msgspec.structs.replace(request, waited_ms=waited_ms)
-    state.ledger.rename(transfer.model, holder(event.move_id), request.request_id)
-    state.gateways.setdefault(request.gateway, now_ms)
-    state.gone.pop(request.request_id, None)
+    here = msgspec.structs.replace(request, waited_ms=waited_ms, moves=request.moves + 1)
+    if known := state.works.get(request.request_id):
+        if (known.request.attempt, known.request.moves) >= (here.attempt, here.moves):
+            state.ledger.release(transfer.model, holder(event.move_id))
+            return [*actions, *_not_needed(event.move_id, transfer)]
+        actions += moved_away(state, now_ms, known)
+    return [*actions, *_start(state, now_ms, event.move_id, transfer, here)]
+
+
+def _hand_over(state: State, now_ms: float, event: CommitMove, transfer: Transfer) -> list[Action]:
+    """Forget a request that another GPU runs, unless it has moved on from there and come back."""
+    if transfer.committed:
+        return []
+    work = state.works[transfer.request_id]
+    if work.stage is not Stage.HELD and transfer.staged is None:
+        return []  # nobody else has it
+    if work.request.moves > event.moves:
+        undo(state, event.move_id)
+        return []
+    transfer.committed, transfer.heard_ms = True, now_ms
+    return [*moved_away(state, now_ms, work), Count(name="moves", labels={"side": SOURCE})]
+
+
+def _start(state: State, now_ms: float, move_id: str, transfer: Transfer, here: Request) -> list[Action]:
+    """Take a request that has moved here into the queue, with what it has brought along."""
+    state.ledger.rename(transfer.model, holder(move_id), here.request_id)
+    state.gateways.setdefault(here.gateway, now_ms)
+    state.gone.pop(here.request_id, None)
     work = new_work(state, now_ms, here, transfer.predicted_output_tokens)
     if transfer.energy_j is None or work.energy_j is None:
         work.energy_j = None  # a part of it is not known
     else:
         work.energy_j += transfer.energy_j
     if transfer.kv_tokens:
-        work.arrival = Arrival(transfer.stage, transfer.kv_tokens, event.move_id, transfer.migrator)
+        work.arrival = Arrival(transfer.stage, transfer.kv_tokens, move_id, transfer.migrator)
         work.prefilled_tokens = transfer.kv_tokens
-        work.prefill_ms = prefill_alone_ms(state, request.model, work.prefill_tokens)
+        work.prefill_ms = prefill_alone_ms(state, here.model, work.prefill_tokens)
     enqueue(state, work)
-    if request.output_tokens:  # the source forgets them, and the last may not have reached the gateway
+    actions: list[Action] = []
+    if here.output_tokens:  # the source forgets them, and the last may not have reached the gateway
         so_far = msgspec.structs.replace(
-            delta_of(work, 0, request.output_tokens, None), moved_from=transfer.source
+            delta_of(work, 0, here.output_tokens, None), moved_from=transfer.source
         )
-        actions += state.outbox.send(now_ms, [(request.gateway, so_far)])
+        actions += state.outbox.send(now_ms, [(here.gateway, so_far)])
     return [*actions, Count(name="moves", labels={"side": DESTINATION})]
 
 

@@ -17,6 +17,9 @@ Why a request is never lost, and never answered twice, whatever messages are los
   has left nothing: its engine has all its KV, so that taking it back is to let it go on.
 - The source never goes on with a request whose move it still takes part in: it leaves the move first, and a
   commit that comes after that finds none. So it forgets no token that the destination does not know of.
+- Of a request that has moved on and come back, a GPU may still hold what it handed out before. What comes has
+  moved more often (`Request.moves`), and takes its place. A source forgets nothing that has moved more often
+  than what the commit speaks of, so that the late commit of an earlier move is void.
 - The destination drops a request only while it has not been told to start it.
 - So at any time at least one of them has the request. Both do if the word that the destination started it is
   lost. The gateway decides then: it listens to one GPU per attempt (`Admitted`, `Moved`, or whichever sends
@@ -117,7 +120,7 @@ class MigratorCore:
                     actions = arrived if arrived is not None else self._adopt(now_ms, run)
             case ev.Adopted(move_id=step_id, started=False):
                 if run := self._awaiting(step_id, ADOPT):
-                    actions = self._host.advance(now_ms, run, COMMIT, ev.CommitMove(move_id=step_id))
+                    actions = self._host.advance(now_ms, run, COMMIT, run.commit)
             case ev.Adopted(move_id=step_id, started=True):
                 if run := self._awaiting(step_id, COMMIT):
                     actions = self._committed(now_ms, run)
@@ -241,7 +244,7 @@ class MigratorCore:
         """The destination runs the request: the source forgets it, and a series goes on."""
         del self._runs[run.step_id]
         actions: list[ev.Action] = [
-            ev.Send(to=run.move.source, message=ev.CommitMove(move_id=run.step_id)),
+            ev.Send(to=run.move.source, message=run.commit),
             *self._close_when_read(now_ms, run),
             *spans(now_ms, run, ""),
             *counts(now_ms, run),
@@ -270,7 +273,7 @@ class MigratorCore:
             if run.stage == COMMIT and run.tries < self._host.settings.commit_tries:
                 run.tries += 1
                 run.due_ms = now_ms + self._host.settings.step_timeout_ms
-                actions.append(ev.Send(to=run.move.destination, message=ev.CommitMove(move_id=run.step_id)))
+                actions.append(ev.Send(to=run.move.destination, message=run.commit))
             elif run.stage == CREDIT and run.tries < self._host.settings.credit_tries:
                 actions += live.ask_again(self._host, now_ms, run)
             else:

@@ -97,6 +97,12 @@ class Run:
         return f"{slug(self.step_id)[:40]}-{blake2b(self.step_id.encode(), digest_size=6).hexdigest()}"
 
     @property
+    def commit(self) -> ev.CommitMove:
+        """The word that its request has changed hands, for either side."""
+        assert self.request is not None, "a request is released before it is handed over"
+        return ev.CommitMove(move_id=self.step_id, moves=self.request.moves)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one KV block."""
         assert self.prepared is not None

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from local_bench import LUTS, MODEL, Bench, of, request, sent
+from local_bench import LUTS, MODEL, Bench, deltas, names, of, request, sent
 
 from services.local_sched.move_mode import KV, STAY, TOKENS, move_mode
 from shared import engine as en
@@ -150,6 +150,29 @@ def test_a_frozen_request_is_handed_out_when_its_engine_is_done_with_it():
     assert bench.state.works == {} and bench.state.moves.open == 0
     assert bench.state.engines[MODEL.name].frozen == frozenset()
     assert bench.state.ledger.pools[MODEL.name].holders == {}
+
+
+def test_a_request_that_comes_back_to_where_it_is_held_goes_on_with_its_newer_state():
+    here, there = source(), Bench(models=[MODEL])
+    for step in (prepare(), freeze()):
+        here.do(step)
+    (out,) = sent(here.do(exported()), ev.Released)
+    there.do(msgspec.structs.replace(adopt(), request=out.request, stage="", kv_tokens=0))
+    there.do(COMMIT)
+    there.wait(10.0)
+    there.token("r1", token=9)
+    for step in (prepare(move_id="m2"), freeze(move_id="m2")):
+        there.do(step)
+    (back,) = sent(there.do(exported(move_id="m2")), ev.Released)
+    here.do(msgspec.structs.replace(adopt(), move_id="m2", request=back.request, source="gpu1"))
+    done = here.do(ev.CommitMove(move_id="m2", moves=1))
+    assert names(done, en.StopRequest) == ["r1"]
+    assert [(d.token_ids, d.moved_from) for d in deltas(done)] == [((7, 7, 9), "gpu1")]
+    here.do(COMMIT)
+    work = here.state.works["r1"]
+    assert work.request.output_tokens == (7, 7, 9) and work.run_id in here.state.engines[MODEL.name].running
+    here.wait(10.0)
+    assert held(here) == frozenset() and list(here.state.ledger.pools[MODEL.name].holders) == ["r1"]
 
 
 def test_repeats_that_come_after_the_commit_change_nothing():

@@ -192,6 +192,49 @@ def test_a_request_moves_from_one_core_to_another_and_back():
     assert of(here.do(ev.CommitMove(move_id="m2")), en.RunRequest)
 
 
+def test_the_late_commit_of_an_earlier_move_is_void():
+    """A GPU that still holds what it handed out gets it back, and only then hears that it was started."""
+    here, there = source(), source("r2")
+    (out,) = sent(here.do(release()), ev.Released)
+    there.do(adopt(out.request))
+    there.do(COMMIT)
+    (back,) = sent(there.do(release(move_id="m2")), ev.Released)
+    assert (out.request.moves, back.request.moves) == (0, 1)
+    here.do(adopt(back.request, "m2"))
+    for _ in range(2):
+        here.do(ev.CommitMove(move_id="m2", moves=1))
+    there.do(ev.CommitMove(move_id="m2", moves=1))
+    assert "r1" not in there.state.works and here.state.works["r1"].request.moves == 2
+    here.do(COMMIT)
+    assert list(here.state.queue) == list(holders(here)) == ["r1"]
+    here.do(release())  # a repeat that was long on its way
+    here.do(COMMIT)
+    assert list(here.state.queue) == ["r1"]
+    assert len(of(load_ends(here), en.RunRequest)) == 1
+
+
+def test_an_older_state_of_a_request_does_not_replace_a_newer():
+    bench = Bench(models=[MODEL])
+    bench.submit(request(attempt=2))
+    for move_id, asked in (("m1", request()), ("m2", request(attempt=2)), ("m3", request(attempt=2))):
+        bench.do(adopt(asked, move_id))
+        bench.do(ev.CommitMove(move_id=move_id))
+    assert bench.state.works["r1"].request.attempt == 2 and bench.state.works["r1"].request.moves == 1
+    assert len(of(bench.actions, en.RunRequest)) == 2, (
+        "as it was submitted, and as the second move brought it"
+    )
+    assert list(holders(bench)) == ["r1"]
+
+
+def test_a_repeated_commit_claims_nothing_that_is_gone():
+    bench = Bench(models=[MODEL])
+    bench.do(adopt())
+    bench.do(COMMIT)
+    bench.token("r1", finish="stop")
+    again = bench.do(COMMIT)
+    assert sent(again, ev.Adopted)[0].started and sent(again, ev.Moved) == []
+
+
 def test_the_energy_of_a_request_goes_with_it():
     here, there = Bench(models=[MODEL]), Bench(models=[MODEL])
     for request_id, prompt in (("r1", 50), ("r2", 100)):

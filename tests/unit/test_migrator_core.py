@@ -138,6 +138,14 @@ def test_an_unconfirmed_commit_is_repeated_and_never_told_to_the_source() -> Non
     assert migrator.step(204, ev.Adopted(move_id="mv", started=True)) == []
 
 
+def test_a_commit_names_how_often_the_request_had_moved() -> None:
+    migrator = core()
+    migrator.step(0, move())
+    until(migrator, "commit", moves=3)
+    actions = migrator.step(4, ev.Adopted(move_id="mv", started=True))
+    assert sent(actions)[0] == ("src", ev.CommitMove(move_id="mv", moves=3))
+
+
 def test_no_credit_aborts_with_the_destinations_reason() -> None:
     migrator = core()
     migrator.step(0, move())

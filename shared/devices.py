@@ -17,6 +17,10 @@ from shared.errors import ConfigError
 __all__ = ["DEVICES", "PARAMETERS", "Device", "Parameter", "device_for"]
 
 
+NOT_MODELLED = ("name", "sm_count", "sm_group", "given_sizes_pct")
+"""What no time and no power depends on."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One device type; `PARAMETERS` says where each number comes from.
@@ -27,7 +31,9 @@ class Device:
         clock_min_mhz, clock_max_mhz, clock_step_mhz: the SM clocks offered; all 0: none to choose.
         f_max_mhz: the highest clock the schedulers use (F_max of 3.3).
         default_clock_mhz: clock of a device that nobody governs.
+        sm_count, sm_group: its SMs, and how many go together in a part of them; 0: it has none.
         has_meter: whether it measures energy; without, every power is nan.
+        given_sizes_pct: the SM shares that engines can be given on a host, where they are not the table's.
     """
 
     name: str
@@ -40,6 +46,8 @@ class Device:
     default_clock_mhz: int
     sm_size_min_pct: int
     sm_size_step_pct: int
+    sm_count: int
+    sm_group: int
     has_meter: bool
     overlap_exponent: float
     weight_bytes_per_ms: float
@@ -71,6 +79,7 @@ class Device:
     activation_ms: float
     context_start_ms: float
     power_on_ms: float
+    given_sizes_pct: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         """Hash what tells devices apart in practice; hashing every number took longer than a look-up."""
@@ -89,6 +98,10 @@ class Device:
             )
         return replace(self, default_clock_mhz=clock_mhz)
 
+    def with_sm_sizes(self, sizes_pct: tuple[int, ...]) -> "Device":
+        """Return this device, with these SM shares to give, ascending; a single one: it is not partitioned."""
+        return replace(self, sm_size_min_pct=sizes_pct[0], given_sizes_pct=sizes_pct)
+
     @cached_property
     def clocks_mhz(self) -> tuple[int, ...]:
         """The SM clocks offered, ascending; ``(0,)`` where there is none to choose."""
@@ -96,8 +109,8 @@ class Device:
 
     @cached_property
     def sm_sizes_pct(self) -> tuple[int, ...]:
-        """The SM shares that an engine can be given, ascending, up to 100."""
-        return tuple(range(self.sm_size_min_pct, 101, self.sm_size_step_pct))
+        """The SM shares that an engine can be given, ascending."""
+        return self.given_sizes_pct or tuple(range(self.sm_size_min_pct, 101, self.sm_size_step_pct))
 
     def psi(self, sm_clock_mhz: Any) -> Any:
         """psi(f): square of the voltage at a clock, against that at the reference clock."""
@@ -123,8 +136,9 @@ class Device:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of every number, in hex: tables made with other numbers have another."""
-        numbers = {name: float(getattr(self, name)) for name in Device.__annotations__ if name != "name"}
+        """sha256 of every number of the model, in hex: tables made with other numbers have another."""
+        fields = [name for name in Device.__annotations__ if name not in NOT_MODELLED]
+        numbers = {name: float(getattr(self, name)) for name in fields}
         return hashlib.sha256(msgspec.msgpack.encode(numbers, order="deterministic")).hexdigest()
 
 

@@ -75,6 +75,15 @@ class Lut:
         twin.model = model
         return twin
 
+    def on(self, device: Device) -> "Lut":
+        """Return this table for a device of its type whose engines can be given other SM shares."""
+        if device.sm_sizes_pct == self.device.sm_sizes_pct:
+            return self
+        twin = copy(self)
+        twin.device = self.device.with_sm_sizes(device.sm_sizes_pct)
+        twin.shares_pct = np.array(device.sm_sizes_pct)
+        return twin
+
     def extrapolates(self, input_tokens: float = 0, batch: float = 1, mean_context_tokens: float = 0) -> bool:
         """Whether a query goes past what was profiled: inputs over 8,192 tokens, or past the table's end."""
         axes = self.axes
@@ -234,7 +243,7 @@ class Lut:
         self, sm_clock_mhz: float, batch: float, mean_context_tokens: float, deadline_ms: float
     ) -> int | None:
         """The smallest share on which a decode step meets the deadline; None if there is none (3.4)."""
-        for share_pct in self.axes.shares_pct:
+        for share_pct in self.shares_pct.tolist():
             if self._decode_ms(sm_clock_mhz, share_pct, batch, mean_context_tokens) <= deadline_ms:
                 return share_pct
         return None
@@ -243,7 +252,7 @@ class Lut:
         self, sm_clock_mhz: float, input_tokens: float, deadline_ms: float
     ) -> int | None:
         """The smallest share on which the prefill meets the deadline; None if there is none (3.4)."""
-        for share_pct in self.axes.shares_pct:
+        for share_pct in self.shares_pct.tolist():
             if self._prefill_ms(sm_clock_mhz, share_pct, input_tokens) <= deadline_ms:
                 return share_pct
         return None

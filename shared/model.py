@@ -226,6 +226,7 @@ class GpuSummary(Struct):
         admitted_through: by scheduler id, the last dispatch number this summary has counted.
         energy_j: joules since start; None without a meter.
         kv_pool_bytes: KV pool that each further engine takes at once; 0 if KV memory is shared.
+        fixed_share_pct: the SM share that every engine has, whatever runs beside it; 0: shares are planned.
     """
 
     gpu: str
@@ -244,6 +245,7 @@ class GpuSummary(Struct):
     power_w: float | None = None
     energy_j: float | None = None
     kv_pool_bytes: int = 0
+    fixed_share_pct: int = 0
 
 
 class HostAddress(Struct):

@@ -25,7 +25,8 @@ class Shelf:
         clocks = (device.default_clock_mhz, device.f_max_mhz)
         if not all(axes.clocks_mhz[0] <= clock <= axes.clocks_mhz[-1] for clock in clocks):
             return f"it was profiled at {axes.clocks_mhz} MHz, and the device runs at others too"
-        if axes.shares_pct[0] > device.sm_sizes_pct[0] or axes.shares_pct[-1] < 100:
+        sizes_pct = device.sm_sizes_pct
+        if axes.shares_pct[0] > sizes_pct[0] or axes.shares_pct[-1] < sizes_pct[-1]:
             return f"it was profiled at {axes.shares_pct} % of the SMs, and the device gives other shares too"
         self._stored[device.name, lut.model.name] = lut
         return ""

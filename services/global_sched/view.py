@@ -72,8 +72,8 @@ class GpuView:
         own_share = engine.sm_share_pct if engine.running else 0
         needed_bytes = kv_bytes + self._reserved_beside(engine)
         for step in engine.staircase or self._staircase():
-            if step.free_bytes >= needed_bytes and step.free_sm_share_pct + own_share > 0:
-                share_pct = min(100, step.free_sm_share_pct + own_share)
+            share_pct = self._share_pct(step, own_share)
+            if step.free_bytes >= needed_bytes and share_pct > 0:
                 return max(0.0, self.heard_ms + step.after_ms - now_ms), share_pct
         return float("inf"), 0
 
@@ -87,11 +87,15 @@ class GpuView:
         reserved_bytes = self._reserved_beside(engine)
         found: dict[int, tuple[float, int]] = {}
         for step in engine.staircase or self._staircase():
-            share_pct = min(100, step.free_sm_share_pct + own_share)
+            share_pct = self._share_pct(step, own_share)
             if share_pct > 0:
                 from_ms, most_bytes = found.get(share_pct, (self.heard_ms + step.after_ms, -1))
                 found[share_pct] = from_ms, max(most_bytes, step.free_bytes - reserved_bytes)
         return found
+
+    def _share_pct(self, step: StairStep, own_share: int) -> int:
+        """Return the SM share that an engine can use from a step of the staircase on."""
+        return self.summary.fixed_share_pct or min(100, step.free_sm_share_pct + own_share)
 
     def _reserved_beside(self, engine: EngineSummary) -> int:
         """Return the bytes reserved in the memory an engine draws from: its own pool, or the device's."""

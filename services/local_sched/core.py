@@ -210,7 +210,7 @@ def _lut_read(state: State, now_ms: float, event: ev.LutRead) -> list[ev.Action]
     lut = unpack(event.packed)
     if lut.device.name != state.device.name:
         return []
-    unusable = state.shelf.put(lut)
+    unusable = state.shelf.put(lut.on(state.device))
     state.luts.pop(lut.model.name, None)
     engine = state.engines.get(lut.model.name)
     if engine is not None:

@@ -17,7 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from services.local_sched.vllm_ext.wire import HEADER, Alive, EngineOrder, EngineReport, decode_report, frame
+from services.local_sched.partition import Partition, Parts
+from services.local_sched.vllm_ext.wire import (
+    HEADER,
+    Alive,
+    EngineOrder,
+    EngineReport,
+    SmCut,
+    UseSms,
+    decode_report,
+    frame,
+)
 from shared.engine import (
     ClockApplied,
     DeviceSampled,
@@ -75,6 +85,7 @@ class VllmEngines:
         report: called in the loop, never from within `perform`, with EngineReady, EngineAsleep, StepDone,
             OutOfMemory, KvExported, KvImported, EngineEnded and ClockApplied.
         stages: folder of the host's stages; None: KV is not moved.
+        partition: how they share the SMs of their GPU; None: not at all.
     """
 
     def __init__(
@@ -84,9 +95,15 @@ class VllmEngines:
         run_dir: Path,
         report: Callable[[Event], None],
         stages: Path | None = None,
+        partition: Partition | None = None,
     ) -> None:
         self._python = python
-        self._stages = ("--stages", str(stages.absolute())) if stages else ()
+        self._arguments = ["--stages", str(stages.absolute())] if stages else []
+        self._environment = partition.environment if partition else {}
+        self._parts: Parts | None = None
+        if partition is not None and (cut := partition.cut) is not None:
+            self._parts = Parts(cut)
+            self._arguments += ["--sms", msgspec.json.encode(SmCut(*cut, parts=cut.parts)).decode()]
         self._run_dir = run_dir
         self._report = report
         self._engines: dict[str, _Engine] = {}
@@ -112,6 +129,7 @@ class VllmEngines:
                 | WakeEngine(model=name)
             ):
                 if engine := self._engines.get(name):
+                    self._share_sms(order)
                     self._pass_on(engine, order)
             case SetClock(sm_clock_mhz=asked_mhz):
                 applied = ClockApplied(asked_mhz=asked_mhz, applied_mhz=0, reason="no clock control on cpu")
@@ -161,6 +179,16 @@ class VllmEngines:
             engine.unloading, engine.at_once = True, at_once
             engine.leave.set()
 
+    def _share_sms(self, order: Order) -> None:
+        """Before an order that changes who computes on which share: tell engines their parts of the SMs."""
+        if self._parts is None or not isinstance(order, RunRequest | SetPlan):
+            return
+        if isinstance(order, SetPlan):
+            self._parts.plan(order.model, order.plan.sm_share_pct)
+        computing = {name for name, engine in self._engines.items() if engine.requests or name == order.model}
+        for name, part in self._parts.moved(computing).items():
+            self._pass_on(self._engines[name], UseSms(*part))
+
     def _pass_on(self, engine: _Engine, order: EngineOrder) -> None:
         """Queue an order for the child; one that has let the queue fill up counts as dead."""
         match order:
@@ -182,7 +210,8 @@ class VllmEngines:
             folder = tempfile.TemporaryDirectory("", "vllm-", self._run_dir, ignore_cleanup_errors=True)
             with folder as temp_dir:
                 try:
-                    await self._run(engine, log_path, child_environment(os.environ, temp_dir))
+                    environment = child_environment(os.environ, temp_dir) | self._environment
+                    await self._run(engine, log_path, environment)
                 finally:
                     self._forget(engine)  # it may take seconds to end, and takes no orders any more
                     await _ended(engine.process, 0.0 if engine.at_once else EXIT_S)
@@ -197,6 +226,8 @@ class VllmEngines:
     def _forget(self, engine: _Engine) -> None:
         if self._engines.get(engine.model) is engine:
             del self._engines[engine.model]
+            if self._parts is not None:
+                self._parts.forget(engine.model)
 
     async def _run(self, engine: _Engine, log_path: Path, environment: dict[str, str]) -> None:
         """Start the child and talk with it until either side has had enough.
@@ -208,7 +239,7 @@ class VllmEngines:
         ours, theirs = socket.socketpair()
         with ours, theirs, log_path.open("ab") as log:
             engine.process = await asyncio.create_subprocess_exec(
-                *(self._python, "-m", HOST_MODULE, "--fd", str(theirs.fileno()), *self._stages),
+                *(self._python, "-m", HOST_MODULE, "--fd", str(theirs.fileno()), *self._arguments),
                 pass_fds=(theirs.fileno(),),
                 env=environment,
                 stdin=DEVNULL,

@@ -1,6 +1,7 @@
 """The local scheduler's shell: one per GPU, beside the engines it drives."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from services.local_sched.core import LocalSchedCore
 from services.local_sched.emulated import EmulatedGpu
@@ -16,6 +18,7 @@ from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.gpu_nvml import Engines, NvmlEngines, clocks_for
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.nvml import NvmlGpu
+from services.local_sched.partition import Partition, SmFacts, partition_for
 from services.local_sched.presets import preset
 from services.local_sched.settings import LocalSettings
 from services.local_sched.state import EMULATED, State
@@ -32,6 +35,8 @@ from shared.process import run_service
 from shared.runtime import Shell, wait_for_stop
 from shared.stage import StageSettings
 from shared.subjects import LOCAL
+
+log = logging.getLogger(__name__)
 
 SAMPLE_PERIOD_S = 0.25
 HANDED_BACK_WITHIN_S = 1.0
@@ -53,6 +58,8 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         gpu: that GPU, by UUID (``GPU-…``) or number.
         clock_guard: socket of the clock guard; empty: the GPU is measured, and keeps its clock.
         memory_clock_mhz: memory clock to hold, one that the GPU offers; 0 leaves it to the driver.
+        sm_partition: how vLLM engines share the SMs of a GPU (`partition.py`); ``auto``: by the best way here.
+        mps_share_pct: the SM share of each engine for its life, where MPS gives it.
     """
 
     host: str = "emulated-0"
@@ -67,6 +74,8 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = "0"
     clock_guard: str = ""
     memory_clock_mhz: int = 0
+    sm_partition: Literal["auto", "green", "mps", "none"] = "auto"
+    mps_share_pct: int = 100
 
     @property
     def device(self) -> Device:
@@ -75,14 +84,34 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         return device.at_default_clock(self.default_clock_mhz) if self.default_clock_mhz else device
 
 
+def partition_here(where: DeviceSettings) -> Partition | None:
+    """Return how the vLLM engines of this host share their GPU's SMs; None for emulated ones.
+
+    Raises:
+        ConfigError: not as the configuration says.
+    """
+    if where.engine != "vllm":
+        return None
+    device = where.device
+    facts = SmFacts("no SMs", "no SMs")
+    if device.sm_count:
+        facts = sm_facts(probe(vllm_python=where.vllm_python, watch_s=0.0))
+    return partition_for(where.sm_partition, where.mps_share_pct, device, facts)
+
+
 def engines_for(
-    where: DeviceSettings, device: Device, report: Callable[[Event], None], stages: Path | None
+    where: DeviceSettings,
+    device: Device,
+    report: Callable[[Event], None],
+    stages: Path | None,
+    partition: Partition | None = None,
 ) -> Engines:
     """Return the engines that the configuration names.
 
     Args:
         where: names them.
         device: the GPU.
+        partition: how they share its SMs; None: emulated ones, which do so by themselves.
         report: is told what they report.
         stages: folder of the host's stages, for KV that is moved; None: there is none.
 
@@ -91,7 +120,7 @@ def engines_for(
     """
     if where.engine not in ("emulated", "vllm"):
         raise ConfigError(f"FESTINA_DEVICE_ENGINE={where.engine} is not known; it is `emulated` or `vllm`")
-    make_engines = partial(_engines, where, device, stages)
+    make_engines = partial(_engines, where, device, stages, partition)
     if where.clocks == "none":
         return make_engines(report)
     gpu = NvmlGpu(where.gpu)
@@ -107,12 +136,18 @@ def engines_for(
 
 
 def _engines(
-    where: DeviceSettings, device: Device, stages: Path | None, report: Callable[[Event], None]
+    where: DeviceSettings,
+    device: Device,
+    stages: Path | None,
+    partition: Partition | None,
+    report: Callable[[Event], None],
 ) -> Engines:
     """Make the engines alone, with what they have for clock and meter."""
     if where.engine == "vllm":
         run_dir = Path(where.run_dir)
-        return VllmEngines(python=where.vllm_python, run_dir=run_dir, report=report, stages=stages)
+        return VllmEngines(
+            python=where.vllm_python, run_dir=run_dir, report=report, stages=stages, partition=partition
+        )
     token_ids, eos_id = standin.vocab_slice()
     vocab = VocabSlice(token_ids=token_ids, eos_id=eos_id)
     gpu = EmulatedGpu(device, elastic_kv=where.elastic_kv, vocab=vocab)
@@ -127,13 +162,17 @@ async def serve(
     stages: Path | None = None,
 ) -> bool:
     """Run until told to stop; returns whether all went well. `stages` is the folder of the host's stages."""
-    device = where.device
+    device, partition = where.device, partition_here(where)
+    if partition is not None:
+        log.info("SM shares of engines", extra={"means": partition.means, "why": partition.why})
+        device = partition.device
+        settings = replace(settings, shared_fate=settings.shared_fate or partition.shared_fate)
     if settings.off_after_ms and where.engine != EMULATED:
         raise ConfigError(
             "FESTINA_LOCAL_SCHED_OFF_AFTER_MS must be 0: nothing here can cut the power of a real GPU"
         )
     shell = Shell(LOCAL, common.id, common)
-    engines = engines_for(where, device, shell.heard, stages)
+    engines = engines_for(where, device, shell.heard, stages, partition)
     core = LocalSchedCore(
         shell.ident, where.host, where.engine, device, settings, now_ms(), elastic_kv=where.elastic_kv
     )

@@ -31,6 +31,7 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
     free_bytes = max(0, state.ledger.free_bytes)
     outside = _outside(state)
     inside = {name: _inside(state, engine) for name, engine in state.engines.items()}
+    sizes_pct = state.device.sm_sizes_pct
     elastic = [name for name, pool in state.ledger.pools.items() if not pool.pool_bytes]
     return GpuSummary(
         gpu=state.gpu,
@@ -54,6 +55,7 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
         power_w=state.power_w,
         energy_j=state.energy_j,
         kv_pool_bytes=state.kv_pool_bytes,
+        fixed_share_pct=sizes_pct[0] if len(sizes_pct) == 1 else 0,
     )
 
 

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+
 from services.local_sched.vllm_ext.version import check_vllm_version
 from services.local_sched.vllm_ext.wire import (
     BEAT_S,
@@ -21,6 +23,7 @@ from services.local_sched.vllm_ext.wire import (
     Alive,
     EngineOrder,
     EngineReport,
+    SmCut,
     decode_order,
     frame,
 )
@@ -61,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="host", description=main.__doc__)
     parser.add_argument("--fd", type=int, required=True, help="number of the socket")
     parser.add_argument("--stages", type=Path, help="folder of the host's stages, for KV that is moved")
+    parser.add_argument("--sms", type=msgspec.json.Decoder(SmCut).decode, help="parts of the SMs, as JSON")
     given = parser.parse_args()
     connection = socket.socket(fileno=given.fd)
     orders: queue.Queue[EngineOrder] = queue.Queue(MAX_ORDERS)
@@ -69,7 +73,7 @@ def main() -> None:
     assert isinstance(load, LoadEngine), "an engine's first order is to load"
     reports = Reports(connection)
     try:
-        _serve(reports, orders, load, given.stages)
+        _serve(reports, orders, load, given.stages, given.sms)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         reports.send(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON]))
@@ -88,7 +92,11 @@ def _receive(connection: socket.socket, orders: "queue.Queue[EngineOrder]") -> N
 
 
 def _serve(
-    reports: Reports, orders: "queue.Queue[EngineOrder]", load: LoadEngine, stages: Path | None
+    reports: Reports,
+    orders: "queue.Queue[EngineOrder]",
+    load: LoadEngine,
+    stages: Path | None,
+    sms: SmCut | None,
 ) -> None:
     """Load the engine, then obey orders and make steps for as long as the process lives."""
     started = time.perf_counter()
@@ -101,7 +109,7 @@ def _serve(
         ServedModel,
     )  # importing vLLM takes seconds, part of the load
 
-    served = ServedModel(load, stages)
+    served = ServedModel(load, stages, sms)
     reports.send(served.ready(load_ms=(time.perf_counter() - started) * 1000))
     threading.Thread(target=reports.beat, daemon=True).start()
     while True:

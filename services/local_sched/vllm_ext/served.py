@@ -15,7 +15,8 @@ from vllm.sampling_params import RequestOutputKind
 from services.local_sched.vllm_ext.kv import KvPort
 from services.local_sched.vllm_ext.scheduler import PlanScheduler
 from services.local_sched.vllm_ext.sleep import Sleeper
-from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport
+from services.local_sched.vllm_ext.sms import SmStreams
+from services.local_sched.vllm_ext.wire import EngineOrder, EngineReport, SmCut, UseSms
 from shared.engine import (
     EngineAsleep,
     EngineReady,
@@ -47,9 +48,10 @@ class ServedModel:
     Args:
         load: the order to load it.
         stages: folder of the host's stages; None: KV is not moved.
+        sms: parts of the SMs to compute on by turns; None: always all that the process has.
     """
 
-    def __init__(self, load: LoadEngine, stages: Path | None = None) -> None:
+    def __init__(self, load: LoadEngine, stages: Path | None = None, sms: SmCut | None = None) -> None:
         # On hosts with AMX, a process whose first step has a single token dies of an illegal instruction in
         # CPU attention unless it has asked the kernel for the tile registers before.
         torch.cpu._init_amx()
@@ -64,6 +66,7 @@ class ServedModel:
         self._layers = self._engine.vllm_config.compilation_config.static_forward_context
         self._kv = KvPort(load.model, scheduler, self._layers, stages)
         self._sleeper = Sleeper(self._engine, self._kv.caches)
+        self._sms = _streams(sms) if sms else None
         self._warm_up()
 
     @property
@@ -114,6 +117,9 @@ class ServedModel:
                 self._engine.abort_request([request_id])
             case SetPlan(plan=plan):
                 self._scheduler.plan = plan
+            case UseSms(first=first, units=units):
+                if self._sms is not None:
+                    self._sms.use(first, units)
             case SleepEngine(level=level):
                 yield self._sleep(level)
             case WakeEngine(serve=serve):
@@ -187,6 +193,13 @@ class ServedModel:
             )
 
 
+def _streams(cut: SmCut) -> SmStreams:
+    """Make the streams of the parts; only where there is CUDA are its bindings installed."""
+    from services.local_sched.vllm_ext.cuda_sms import CudaSms
+
+    return SmStreams(cut, CudaSms())
+
+
 def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
     """Return vLLM's arguments for serving `model` on a CPU with a fixed pool of KV blocks."""
     return EngineArgs(
@@ -201,7 +214,7 @@ def engine_args(model: ModelSpec, kv_pool_bytes: int) -> EngineArgs:
         scheduler_cls=PlanScheduler,
         async_scheduling=False,  # or a step is scheduled before the plan for it has come
         distributed_executor_backend="uni",  # no worker process: this process is the worker
-        enforce_eager=True,
+        enforce_eager=True,  # a captured graph runs on the SMs that it was captured on
         enable_sleep_mode=not current_platform.is_cpu(),
         enable_prefix_caching=False,  # the books of memory count what each request computes for itself
         disable_log_stats=True,

@@ -34,7 +34,30 @@ class Alive(Struct, tag=True):
 
 BEAT_S = 0.1
 
-EngineOrder: TypeAlias = LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv | SleepEngine | WakeEngine
+
+class UseSms(Struct, tag=True):
+    """Go on, from the next step, in the part of the SMs that has so many units from the unit `first` on."""
+
+    first: int
+    units: int
+
+
+class SmCut(Struct):
+    """How the SMs of the engine's GPU are cut, told when its process starts; as in `partition.Cut`.
+
+    `parts` are (first unit, units), without the whole.
+    """
+
+    sm_count: int
+    group_sms: int
+    unit_groups: int
+    units: int
+    parts: tuple[tuple[int, int], ...]
+
+
+EngineOrder: TypeAlias = (
+    LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv | SleepEngine | WakeEngine | UseSms
+)
 EngineReport: TypeAlias = (
     EngineReady | EngineAsleep | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded | Alive
 )

@@ -16,8 +16,8 @@ class Order(Action, tag=True):
 class LoadEngine(Order):
     """Load a model. `kv_pool_bytes` fixes its KV pool; 0 leaves it elastic (emulated engines only).
 
-    `source` says where its weights are: in the memory of the ``host``, or on its ``disk``. A vLLM engine
-    reads files either way; where the page cache has them, that is host memory.
+    `source` says where its weights are: in an engine that is ``asleep``, in the memory of the ``host``, or on
+    its ``disk``. A vLLM engine that is started reads files; where the page cache has them, that is host memory.
     """
 
     model: ModelSpec
@@ -191,6 +191,7 @@ class DeviceSampled(Event):
     ``unknown``. `meter_faults` counts what was wrong with the meter so far, by kind.
 
     `unheard_ms` is for how long nothing was heard of the process of an engine that is loaded, by model.
+    `asleep`: models that are not loaded, whose engines wait here with their weights in host memory.
     """
 
     state: str
@@ -200,6 +201,7 @@ class DeviceSampled(Event):
     energy_source: str = "unknown"
     meter_faults: dict[str, int] = {}
     unheard_ms: dict[str, float] = {}
+    asleep: tuple[str, ...] = ()
 
 
 class ExportKv(Order):

@@ -243,7 +243,7 @@ class Lut:
         self, sm_clock_mhz: float, batch: float, mean_context_tokens: float, deadline_ms: float
     ) -> int | None:
         """The smallest share on which a decode step meets the deadline; None if there is none (3.4)."""
-        for share_pct in self.shares_pct.tolist():
+        for share_pct in map(int, self.shares_pct):
             if self._decode_ms(sm_clock_mhz, share_pct, batch, mean_context_tokens) <= deadline_ms:
                 return share_pct
         return None
@@ -252,7 +252,7 @@ class Lut:
         self, sm_clock_mhz: float, input_tokens: float, deadline_ms: float
     ) -> int | None:
         """The smallest share on which the prefill meets the deadline; None if there is none (3.4)."""
-        for share_pct in self.shares_pct.tolist():
+        for share_pct in map(int, self.shares_pct):
             if self._prefill_ms(sm_clock_mhz, share_pct, input_tokens) <= deadline_ms:
                 return share_pct
         return None

@@ -220,12 +220,13 @@ class GpuSummary(Struct):
         seq: grows with every summary of this GPU since `started_ms`; the larger pair is the newer.
         gpu_type: row of the device table in `shared/devices.py`.
         engine: kind of engine it runs, ``emulated`` or ``vllm``.
-        state: ``active``, ``warm``, ``cold`` or ``draining``.
+        state: ``active``, ``warm``, ``sleeping``, ``cold``, ``off`` or ``draining``.
         staircase: first step has ``after_ms`` 0; memory and SM share free from each step on. Memory is that
             of all engines without a KV pool of their own.
         admitted_through: by scheduler id, the last dispatch number this summary has counted.
         energy_j: joules since start; None without a meter.
         kv_pool_bytes: KV pool that each further engine takes at once; 0 if KV memory is shared.
+        asleep: models whose engines wait here, unloaded, with their weights in host memory.
         fixed_share_pct: the SM share that every engine has, whatever runs beside it; 0: shares are planned.
     """
 
@@ -245,6 +246,7 @@ class GpuSummary(Struct):
     power_w: float | None = None
     energy_j: float | None = None
     kv_pool_bytes: int = 0
+    asleep: tuple[str, ...] = ()
     fixed_share_pct: int = 0
 
 

@@ -234,18 +234,20 @@ def load_ms(device: Device, weight_bytes: int, source: str = "host") -> float:
     read, so that what the slower of the two ways takes is followed by one chunk on the other.
 
     Args:
-        source: ``disk``, ``host`` (memory) or ``peer`` (another device). Raises ConfigError for another.
+        source: ``asleep`` (an engine of the model waits there, its weights in host memory), ``host`` (memory),
+            ``disk`` or ``peer`` (another device). Raises ConfigError for another.
     """
     disk, host = device.disk_bytes_per_ms, device.host_bytes_per_ms
     last_bytes = min(weight_bytes, WEIGHT_CHUNK_BYTES)
     by_source = {
         "disk": weight_bytes / min(disk, host) + last_bytes / max(disk, host),
+        "asleep": weight_bytes / host,
         "host": weight_bytes / host,
         "peer": weight_bytes / device.peer_bytes_per_ms,
     }
     if source not in by_source:
         raise ConfigError(f"unknown source of weights {source!r}; use one of: {', '.join(by_source)}")
-    return device.activation_ms + by_source[source]
+    return by_source[source] + (0.0 if source == "asleep" else device.activation_ms)
 
 
 def transfer_ms(device: Device, sent_bytes: Any, link: str) -> Any:

@@ -20,6 +20,7 @@ from shared.devices import device_for
 from shared.model import ModelSpec, Objectives, Plan, Request
 
 TBT_MS = 250.0
+SLEEP_BYTES = 32 << 30
 
 
 class Pair:
@@ -30,7 +31,9 @@ class Pair:
 
     def __init__(self, models: dict[str, ModelSpec], run_dir: Path) -> None:
         self.models = models
-        self.engines = VllmEngines(python=str(PYTHON), run_dir=run_dir, report=self.heard)
+        self.engines = VllmEngines(
+            python=str(PYTHON), run_dir=run_dir, report=self.heard, sleep_bytes=SLEEP_BYTES
+        )
         self.ready: dict[str, en.EngineReady] = {}
         self.plans: dict[tuple[str, int], Plan] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -38,6 +41,7 @@ class Pair:
         self.ended: dict[str, str] = {}
         self.steps: Counter[str] = Counter()
         self.asleep: list[en.EngineAsleep] = []
+        self.unloaded: list[str] = []
         self.prefilled: Counter[str] = Counter()
         self.shortages = 0
         self.given: dict[str, int] = {}
@@ -85,6 +89,8 @@ class Pair:
             case en.OutOfMemory():
                 self._short.add(event.request_id)
                 self.shortages += 1
+            case en.EngineEnded(model=name, reason=""):
+                self.unloaded.append(name)
             case en.EngineEnded():
                 raise AssertionError(event)
         if self.core is not None:
@@ -207,6 +213,12 @@ class Pair:
         self.perform(order)
         await self.until(lambda: len(self.asleep) > count)
         return self.asleep[-1]
+
+    async def unload(self, name: str) -> None:
+        """Unload a model, and wait until it is gone."""
+        count = len(self.unloaded)
+        self.perform(en.UnloadEngine(name))
+        await self.until(lambda: len(self.unloaded) > count)
 
     async def until_ended(self, *request_ids: str) -> None:
         await self.until(lambda: self.ended.keys() >= set(request_ids))

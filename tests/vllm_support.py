@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.local_sched.engine_vllm import HOST_MODULE, child_environment
+from services.local_sched.vllm_child import HOST_MODULE, child_environment
 from services.local_sched.vllm_env import smollm2_spec, vllm_python
 from shared.errors import FestinaError
 from shared.model import ModelSpec

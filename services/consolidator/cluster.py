@@ -151,16 +151,26 @@ class Cluster:
     # ---- how soon a model can run
 
     def near(self, now_ms: float, model: ModelSpec) -> dict[str, float]:
-        """Return -1 for each GPU whose host has a model's weights in memory: a load there is the sooner."""
+        """Return -1 for each GPU whose host has a model's weights in memory: a load there is the sooner.
+
+        -2 where an engine of the model is asleep.
+        """
         hosts = self.caches.hosts(now_ms, model)
-        return (
-            {gpu: -1.0 for gpu, summary in self.summaries.items() if summary.host in hosts} if hosts else {}
-        )
+        near = [gpu for gpu, summary in self.summaries.items() if summary.host in hosts] if hosts else ()
+        return dict.fromkeys(near, -1.0) | dict.fromkeys(self._asleep(model), -2.0)
 
     def start_ms(self, now_ms: float, model: ModelSpec) -> dict[str, float]:
         """Return for each GPU the time until a model could run there: to wake it, and to load."""
         times = self.loads_ms(now_ms, self.summaries, [model])
-        return {gpu: self.wake_ms(gpu) + loads[model.name] for gpu, loads in times.items()}
+        starts = {gpu: self.wake_ms(gpu) + loads[model.name] for gpu, loads in times.items()}
+        for gpu in self._asleep(model):
+            if device := DEVICES.get(self.summaries[gpu].gpu_type):
+                starts[gpu] = load_ms(device, model.weight_bytes, "asleep")
+        return starts
+
+    def _asleep(self, model: ModelSpec) -> list[str]:
+        """Return the GPUs on which an engine of a model is asleep."""
+        return [gpu for gpu, summary in self.summaries.items() if model.name in summary.asleep]
 
     def wake_ms(self, gpu: str) -> float:
         """Return the time until a GPU can begin to load."""

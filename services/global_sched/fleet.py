@@ -233,6 +233,8 @@ class Fleet:
             if lut is None or summary.engine != spec.engine or summary.state == "draining":
                 continue
             source = "host" if summary.host in near else "disk"
+            if spec.name in summary.asleep:
+                source = "asleep"
             after_ms = wake_ms(lut.device, summary.state) + lut.load_ms(source)
             known = soonest.get(summary.gpu_type)
             if known is None or after_ms < known.after_ms:

@@ -46,6 +46,7 @@ class LocalSchedCore:
         started_ms: when this process started; tells its summaries from an earlier one's.
         lut_for: makes the look-up table of a model that has none in the store; by default it is modelled.
         elastic_kv: whether emulated engines share the free memory for KV; vLLM's never do.
+        sleeps: whether vLLM engines that are unloaded go to sleep; emulated ones leave a process that does.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LocalSchedCore:
         started_ms: float,
         lut_for: Callable[[Device, ModelSpec], Lut] = build,
         elastic_kv: bool = True,
+        sleeps: bool = False,
     ) -> None:
         self.state = State(
             gpu=gpu,
@@ -71,6 +73,7 @@ class LocalSchedCore:
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
             elastic_kv=elastic_kv and engine == EMULATED,
+            sleeps=sleeps or engine == EMULATED,
             energy=EnergyBook(device.power_cap_w, device.static_w),
             empty_ms=started_ms,
         )
@@ -246,7 +249,8 @@ def _clock_applied(state: State, now_ms: float, event: en.ClockApplied) -> list[
 
 
 def _device_sampled(state: State, now_ms: float, event: en.DeviceSampled) -> list[ev.Action]:
-    state.summary_due = state.summary_due or event.state != state.device_state
+    was, state.asleep = (state.device_state, state.asleep), event.asleep
+    state.summary_due = state.summary_due or (event.state, event.asleep) != was
     state.device_state, state.power_w, state.energy_j = event.state, event.power_w, event.energy_j
     under_way_ms = [now_ms - engine.stepped_ms for engine in state.engines.values() if engine.running]
     unexplained_j = state.energy.read(now_ms, event.energy_j, max(under_way_ms, default=0.0))

@@ -45,7 +45,8 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
         reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
     else:
         rest.note(state, now_ms)
-        engine.source = state.caches.source(now_ms, state.host, spec)
+        asleep = spec.name in state.asleep
+        engine.source = "asleep" if asleep else state.caches.source(now_ms, state.host, spec)
         return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes, source=engine.source)]
     engine.state, engine.reason = "failed", reason
     return [Count(name="loads_failed", labels={"model": spec.name})]

@@ -60,6 +60,8 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         memory_clock_mhz: memory clock to hold, one that the GPU offers; 0 leaves it to the driver.
         sm_partition: how vLLM engines share the SMs of a GPU (`partition.py`); ``auto``: by the best way here.
         mps_share_pct: the SM share of each engine for its life, where MPS gives it.
+        sleep_bytes: host memory that vLLM engines may take that are unloaded and asleep; 0: they end. By
+            default 64 GiB beside a GPU, and 8 GiB where engines run on the CPU.
     """
 
     host: str = "emulated-0"
@@ -76,12 +78,20 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_clock_mhz: int = 0
     sm_partition: Literal["auto", "green", "mps", "none"] = "auto"
     mps_share_pct: int = 100
+    sleep_bytes: int | None = None
 
     @property
     def device(self) -> Device:
         """What the GPU is. Raises ConfigError for an unknown type, or a clock that it does not offer."""
         device = device_for(self.gpu_type)
         return device.at_default_clock(self.default_clock_mhz) if self.default_clock_mhz else device
+
+
+def sleep_bytes_of(where: DeviceSettings) -> int:
+    """Return the host memory that this GPU's engines may take while they sleep; emulated ones do not."""
+    if where.engine != "vllm" or where.sleep_bytes is not None:
+        return where.sleep_bytes or 0
+    return (64 if where.device.sm_count else 8) << 30
 
 
 def partition_here(where: DeviceSettings) -> Partition | None:
@@ -146,7 +156,12 @@ def _engines(
     if where.engine == "vllm":
         run_dir = Path(where.run_dir)
         return VllmEngines(
-            python=where.vllm_python, run_dir=run_dir, report=report, stages=stages, partition=partition
+            python=where.vllm_python,
+            run_dir=run_dir,
+            report=report,
+            stages=stages,
+            partition=partition,
+            sleep_bytes=sleep_bytes_of(where),
         )
     token_ids, eos_id = standin.vocab_slice()
     vocab = VocabSlice(token_ids=token_ids, eos_id=eos_id)
@@ -174,7 +189,9 @@ async def serve(
     shell = Shell(LOCAL, common.id, common)
     engines = engines_for(where, device, shell.heard, stages, partition)
     core = LocalSchedCore(
-        shell.ident, where.host, where.engine, device, settings, now_ms(), elastic_kv=where.elastic_kv
+        *(shell.ident, where.host, where.engine, device, settings, now_ms()),
+        elastic_kv=where.elastic_kv,
+        sleeps=sleep_bytes_of(where) > 0,
     )
     await shell.open()
     sampler = None

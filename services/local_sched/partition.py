@@ -67,11 +67,7 @@ def cut_of(device: Device) -> Cut:
     """Return how a GPU is cut: into about eight units, each no smaller than its share in whole percent says."""
     groups = device.sm_count // device.sm_group
     cuts = [Cut(device.sm_count, device.sm_group, each, groups // each) for each in range(1, groups // 2 + 1)]
-    honest = [
-        cut
-        for cut in cuts
-        if 100 * cut.group_sms * cut.unit_groups >= 100 // cut.units * cut.sm_count
-    ]
+    honest = [cut for cut in cuts if 100 * cut.group_sms * cut.unit_groups >= 100 // cut.units * cut.sm_count]
     return min(honest, key=lambda cut: (abs(cut.units - UNITS), -cut.units))
 
 

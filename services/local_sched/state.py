@@ -119,6 +119,8 @@ class State:
         limit_mhz, limited_ms: the highest clock that power and heat have allowed, and when; None: any.
         work_changed: the set of running work changed since the last decision.
         elastic_kv: its engines can share the free memory for KV; a fixed `kv_pool_bytes` overrides it.
+        sleeps: without engines it has a process that stands ready, for a while.
+        asleep: models whose engines do so, with their weights in host memory.
         rest: the state in which the device is without engines; `empty_ms` is since when it has none.
         to_load: models to be loaded once engines are gone, in that order.
         clearing: one has died that takes all others with it, and they are not all gone yet.
@@ -139,6 +141,7 @@ class State:
     outbox: Outbox
     clock_mhz: int
     elastic_kv: bool
+    sleeps: bool
     energy: EnergyBook
     moves: Moves = field(default_factory=Moves)
     caches: HostCaches = field(default_factory=HostCaches)
@@ -175,6 +178,7 @@ class State:
     heartbeat_ms: float = -math.inf
     looked_ms: float = -math.inf
     device_state: str = "cold"
+    asleep: tuple[str, ...] = ()
     rest: str = field(init=False)
     empty_ms: float | None = 0.0
     power_w: float | None = None
@@ -188,8 +192,8 @@ class State:
 
     @property
     def first_rest(self) -> str:
-        """How the device rests at first: only an emulated one has a process that stands ready."""
-        return "sleeping" if self.engine_kind == EMULATED else "cold"
+        """How the device rests at first."""
+        return "sleeping" if self.sleeps else "cold"
 
     @property
     def kv_pool_bytes(self) -> int:

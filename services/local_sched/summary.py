@@ -55,6 +55,7 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
         power_w=state.power_w,
         energy_j=state.energy_j,
         kv_pool_bytes=state.kv_pool_bytes,
+        asleep=state.asleep,
         fixed_share_pct=sizes_pct[0] if len(sizes_pct) == 1 else 0,
     )
 

@@ -171,6 +171,21 @@ async def test_an_engine_sleeps_and_wakes_as_it_was(
     print(f"asleep in {slept.took_ms:.1f} ms, {slept.freed_bytes:,} bytes free, awake in {awake_ms:.1f} ms")
 
 
+async def test_a_model_that_is_unloaded_and_loaded_again_has_its_process_still(
+    pair: Pair, expected: dict[tuple[str, str], list[int]]
+) -> None:
+    processes = set(children(os.getpid()))
+    await pair.unload(SMOL)
+    assert pair.engines.sample().asleep == (SMOL,)
+    pool_bytes = POOL_TOKENS * pair.models[SMOL].kv_bytes_per_token
+    loaded_ms = await pair.ready_in_ms(en.LoadEngine(pair.models[SMOL], pool_bytes))
+    assert set(children(os.getpid())) == processes and pair.engines.sample().asleep == ()
+    pair.run("loaded again", SMOL, prompt_of(TOPICS[2]), MOST_TOKENS)
+    await pair.until_ended("loaded again")
+    assert pair.tokens["loaded again"] == expected[SMOL, TOPICS[2]]
+    print(f"loaded again in {loaded_ms:.0f} ms")
+
+
 async def test_a_process_goes_on_with_the_weights_of_another_model(
     pair: Pair, expected: dict[tuple[str, str], list[int]], tmp_path: Path
 ) -> None:
@@ -191,3 +206,11 @@ async def test_a_process_goes_on_with_the_weights_of_another_model(
     await pair.until_ended("back")
     assert pair.tokens["back"] == expected[TINY, TOPICS[0]]
     print(f"other weights in {swap_ms:.0f} ms, against {start_ms:.0f} ms for a process of their own")
+    await pair.unload(fresh.name)  # asleep, its process takes the weights of whatever model is like it
+    processes = set(children(os.getpid()))
+    loaded_ms = await pair.ready_in_ms(en.LoadEngine(other, pool_bytes))
+    assert set(children(os.getpid())) == processes and pair.engines.sample().asleep == ()
+    pair.run("loaded", other.name, prompt_of(TOPICS[0]), MOST_TOKENS)
+    await pair.until_ended("loaded")
+    assert pair.tokens["loaded"] == pair.tokens[fresh.name]
+    print(f"loaded in its place in {loaded_ms:.0f} ms")

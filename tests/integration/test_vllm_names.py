@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vllm_support import PYTHON, ROOT, needs_vllm, told_by_vllm
 
-from services.local_sched.engine_vllm import child_environment
+from services.local_sched.vllm_child import child_environment
 from services.local_sched.vllm_ext.version import TESTED_VERSIONS
 
 pytestmark = needs_vllm

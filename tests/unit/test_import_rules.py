@@ -58,6 +58,7 @@ SHELL_FILES = {
     "services/local_sched/profile_journal.py",
     "services/local_sched/profile_kernels.py",
     "services/local_sched/profile_lab.py",
+    "services/local_sched/vllm_child.py",
     "services/local_sched/vllm_env.py",
     "services/migrator/carrier.py",
     "services/migrator/link.py",

@@ -89,7 +89,11 @@ def test_the_best_way_that_works_is_taken() -> None:
         return partition_for(asked, 40, H100, facts)
 
     green = found(ALL_WELL)
-    assert (green.means, green.device.sm_sizes_pct, green.shared_fate) == ("green", (12, 24, 48, 72, 100), True)
+    assert (green.means, green.device.sm_sizes_pct, green.shared_fate) == (
+        "green",
+        (12, 24, 48, 72, 100),
+        True,
+    )
     assert green.environment == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}
     mps = found(SmFacts("", "an old driver"))
     assert (mps.means, mps.device.sm_sizes_pct, mps.cut, mps.shared_fate) == ("mps", (40,), None, True)
@@ -111,7 +115,9 @@ def test_the_best_way_that_works_is_taken() -> None:
         ("mps", SmFacts("no daemon", ""), "no daemon"),
     ],
 )
-def test_what_is_asked_and_does_not_work_is_refused_with_the_reason(asked: str, facts: SmFacts, why: str) -> None:
+def test_what_is_asked_and_does_not_work_is_refused_with_the_reason(
+    asked: str, facts: SmFacts, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"SM_PARTITION={asked}.*{why}.*doctor"):
         partition_for(asked, 100, H100, facts)
 

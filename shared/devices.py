@@ -99,7 +99,7 @@ class Device:
         return replace(self, default_clock_mhz=clock_mhz)
 
     def with_sm_sizes(self, sizes_pct: tuple[int, ...]) -> "Device":
-        """Return this device, with these SM shares to give, ascending; a single one: it is not partitioned."""
+        """Return this device with these SM shares to give, ascending; with a single one it is not cut."""
         return replace(self, sm_size_min_pct=sizes_pct[0], given_sizes_pct=sizes_pct)
 
     @cached_property

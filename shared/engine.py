@@ -17,7 +17,7 @@ class LoadEngine(Order):
     """Load a model. `kv_pool_bytes` fixes its KV pool; 0 leaves it elastic (emulated engines only).
 
     `source` says where its weights are: in an engine that is ``asleep``, in the memory of the ``host``, or on
-    its ``disk``. A vLLM engine that is started reads files; where the page cache has them, that is host memory.
+    its ``disk``. A vLLM engine that is started reads files; those in the page cache come from host memory.
     """
 
     model: ModelSpec

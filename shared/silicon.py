@@ -234,8 +234,8 @@ def load_ms(device: Device, weight_bytes: int, source: str = "host") -> float:
     read, so that what the slower of the two ways takes is followed by one chunk on the other.
 
     Args:
-        source: ``asleep`` (an engine of the model waits there, its weights in host memory), ``host`` (memory),
-            ``disk`` or ``peer`` (another device). Raises ConfigError for another.
+        source: ``asleep`` (an engine of the model waits there, with its weights in host memory), ``host``
+            (memory), ``disk`` or ``peer`` (another device). Raises ConfigError for another.
     """
     disk, host = device.disk_bytes_per_ms, device.host_bytes_per_ms
     last_bytes = min(weight_bytes, WEIGHT_CHUNK_BYTES)

@@ -9,8 +9,6 @@ from services.local_sched.clock_lease import Standing
 
 GREEN_CUDA = 1204
 """Green contexts came with CUDA 12.4, whose driver is 550."""
-GREEN_TORCH = (2, 10)
-"""The first torch with `torch.cuda.green_contexts`."""
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
@@ -135,8 +133,8 @@ def no_green_contexts(host: HostFacts) -> str:
         return f"no torch in the engine's environment ({engine.trouble or engine.python})"
     if not engine.torch_cuda:
         return f"torch {engine.torch} there is a CPU build"
-    if _version(engine.torch) < GREEN_TORCH and not engine.cuda_bindings:
-        return f"torch {engine.torch} there has none (2.10 has), and cuda-bindings are not installed"
+    if not engine.cuda_bindings:
+        return f"torch {engine.torch} there came without cuda-bindings"
     return ""
 
 
@@ -152,7 +150,3 @@ def no_mps(host: HostFacts) -> str:
     if host.uid not in (mps.owner_uid, 0) and mps.owner_uid != 0:
         return f"the daemon at {mps.directory} is user {mps.owner_uid}'s, and we are user {host.uid}"
     return ""
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())

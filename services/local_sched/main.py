@@ -16,9 +16,11 @@ from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
 from services.local_sched.gpu_nvml import Engines, NvmlEngines, clocks_for
+from services.local_sched.host_facts import HostFacts
+from services.local_sched.host_probe import probe
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.nvml import NvmlGpu
-from services.local_sched.partition import Partition, SmFacts, partition_for
+from services.local_sched.partition import Partition, partition_for, sm_facts
 from services.local_sched.presets import preset
 from services.local_sched.settings import LocalSettings
 from services.local_sched.state import EMULATED, State
@@ -58,7 +60,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
         gpu: that GPU, by UUID (``GPU-…``) or number.
         clock_guard: socket of the clock guard; empty: the GPU is measured, and keeps its clock.
         memory_clock_mhz: memory clock to hold, one that the GPU offers; 0 leaves it to the driver.
-        sm_partition: how vLLM engines share the SMs of a GPU (`partition.py`); ``auto``: by the best way here.
+        sm_partition: how vLLM engines share the SMs of a GPU (`partition.py`); ``auto``: the best way here.
         mps_share_pct: the SM share of each engine for its life, where MPS gives it.
         sleep_bytes: host memory that vLLM engines may take that are unloaded and asleep; 0: they end. By
             default 64 GiB beside a GPU, and 8 GiB where engines run on the CPU.
@@ -94,19 +96,24 @@ def sleep_bytes_of(where: DeviceSettings) -> int:
     return (64 if where.device.sm_count else 8) << 30
 
 
-def partition_here(where: DeviceSettings) -> Partition | None:
-    """Return how the vLLM engines of this host share their GPU's SMs; None for emulated ones.
+def shares_here(
+    where: DeviceSettings, settings: LocalSettings
+) -> tuple[Device, Partition | None, LocalSettings]:
+    """Return the GPU with the SM shares that engines can be given here, how that is done, and what follows.
+
+    Emulated engines have them all, by themselves.
 
     Raises:
-        ConfigError: not as the configuration says.
+        ConfigError: it cannot be done as the configuration says.
     """
-    if where.engine != "vllm":
-        return None
     device = where.device
-    facts = SmFacts("no SMs", "no SMs")
-    if device.sm_count:
-        facts = sm_facts(probe(vllm_python=where.vllm_python, watch_s=0.0))
-    return partition_for(where.sm_partition, where.mps_share_pct, device, facts)
+    if where.engine != "vllm":
+        return device, None, settings
+    host = probe(vllm_python=where.vllm_python, watch_s=0.0) if device.sm_count else HostFacts()
+    partition = partition_for(where.sm_partition, where.mps_share_pct, device, sm_facts(host))
+    log.info("SM shares of engines", extra={"means": partition.means, "why": partition.why})
+    shared_fate = settings.shared_fate or partition.shared_fate
+    return partition.device, partition, replace(settings, shared_fate=shared_fate)
 
 
 def engines_for(
@@ -177,11 +184,7 @@ async def serve(
     stages: Path | None = None,
 ) -> bool:
     """Run until told to stop; returns whether all went well. `stages` is the folder of the host's stages."""
-    device, partition = where.device, partition_here(where)
-    if partition is not None:
-        log.info("SM shares of engines", extra={"means": partition.means, "why": partition.why})
-        device = partition.device
-        settings = replace(settings, shared_fate=settings.shared_fate or partition.shared_fate)
+    device, partition, settings = shares_here(where, settings)
     if settings.off_after_ms and where.engine != EMULATED:
         raise ConfigError(
             "FESTINA_LOCAL_SCHED_OFF_AFTER_MS must be 0: nothing here can cut the power of a real GPU"

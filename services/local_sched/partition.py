@@ -1,14 +1,15 @@
 """How the vLLM engines of a real GPU share its SMs: by which means, in which sizes, and who gets which (3.4).
 
-The share of a process under MPS is fixed when its context is made, so A.3 of the paper cannot be had that way.
-Green contexts can: each engine has, from its start, streams on parts of the SMs, and goes on in another one
-between two steps (`vllm_ext/sms.py`). Processes compute beside each other only as clients of one MPS daemon;
-without it they take turns, and an engine on a part of the SMs would leave the rest idle in its turn.
+The share of a process under MPS is fixed when its context is made, so A.3 of the paper is not to be had that
+way. By green contexts it is: each engine has, from its start, streams on parts of the SMs, and goes on in
+another one between two steps (`vllm_ext/sms.py`). Processes compute beside each other only as clients of one
+MPS daemon; without it they take turns, and one on a part of the SMs would leave the rest idle in its turn.
 """
 
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
+from services.local_sched.host_facts import HostFacts, no_green_contexts, no_mps
 from shared.devices import Device
 from shared.errors import ConfigError
 
@@ -64,7 +65,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(device: Device) -> Cut:
-    """Return how a GPU is cut: into about eight units, each no smaller than its share in whole percent says."""
+    """Return how a GPU is cut: into about eight units, none smaller than its share in whole percent says."""
     groups = device.sm_count // device.sm_group
     cuts = [Cut(device.sm_count, device.sm_group, each, groups // each) for each in range(1, groups // 2 + 1)]
     honest = [cut for cut in cuts if 100 * cut.group_sms * cut.unit_groups >= 100 // cut.units * cut.sm_count]
@@ -90,10 +91,16 @@ def layout(cut: Cut, shares_pct: dict[str, int]) -> dict[str, Part]:
 
 
 class SmFacts(NamedTuple):
-    """Why engines on a host are no clients of an MPS daemon, and why they have no green contexts; empty: they do."""
+    """Why engines here are no clients of an MPS daemon, why they have no green contexts; empty: not so."""
 
     no_mps: str
     no_green: str
+
+
+def sm_facts(host: HostFacts) -> SmFacts:
+    """Return what a host's facts say of it; where no daemon is to be seen it may be in another container."""
+    named = host.mps.named and host.mps.owner_uid is not None
+    return SmFacts("" if host.gpus and named else no_mps(host), no_green_contexts(host))
 
 
 class Partition(NamedTuple):
@@ -139,7 +146,8 @@ def partition_for(asked: str, mps_share_pct: int, device: Device, facts: SmFacts
     missing = {"green": facts.no_mps or facts.no_green, "mps": facts.no_mps, "none": ""}
     if asked != "auto" and missing[asked]:
         raise ConfigError(
-            f"FESTINA_DEVICE_SM_PARTITION={asked} does not work here: {missing[asked]}; `festina doctor` says more"
+            f"FESTINA_DEVICE_SM_PARTITION={asked} does not work here: {missing[asked]};"
+            " `festina doctor` says more"
         )
     if not 1 <= mps_share_pct <= 100:
         raise ConfigError(f"FESTINA_DEVICE_MPS_SHARE_PCT={mps_share_pct} is no share; give 1 to 100")
@@ -150,7 +158,7 @@ def partition_for(asked: str, mps_share_pct: int, device: Device, facts: SmFacts
         why = f"green contexts of {', '.join(map(str, sms))} or all {cut.sm_count} SMs, under MPS"
         return Partition("green", why, device.with_sm_sizes(cut.sizes_pct), cut, shared_fate=True)
     if means == "mps":
-        why = f"each engine has {mps_share_pct} % of the SMs for its life by MPS: {missing['green'] or 'as set'}"
+        why = f"each engine has {mps_share_pct} % of the SMs for its life: {missing['green'] or 'as set'}"
         return Partition("mps", why, device.with_sm_sizes((mps_share_pct,)), shared_fate=True)
     why = f"engines take turns on all SMs: {missing['mps'] or 'as set'}"
     return Partition("none", why, device.with_sm_sizes((100,)), shared_fate=not facts.no_mps)

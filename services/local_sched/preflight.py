@@ -88,7 +88,7 @@ def _green(host: HostFacts) -> Row:
             check=check, outcome=OK, found=found, means="an engine's SM share can change at every step"
         )
     means = "SM shares are fixed at an engine's start by MPS, or there are none"
-    cure = "a driver of 550 or later; torch 2.10 or later built for CUDA in the engine's environment"
+    cure = "a driver of 550 or later; in the engine's environment torch for CUDA, which brings cuda-bindings"
     return Row(check=check, outcome=WARNING, found=why, means=means, cure=cure)
 
 

@@ -29,7 +29,7 @@ def note(state: State, now_ms: float) -> None:
 
 
 def deepen(state: State, now_ms: float) -> list[Action]:
-    """Let a device that has been without engines for long enough rest deeper; without a meter, nothing is saved."""
+    """Let a device that has been without engines for long enough rest deeper, if it has watts to save."""
     if state.empty_ms is None or not state.device.has_meter:
         return []
     wanted = _depth(state.settings, now_ms - state.empty_ms)

@@ -1,4 +1,4 @@
-"""Engines asleep on a GPU: their processes stay, their weights are in host memory, and a load wakes them (3.5).
+"""Engines asleep on a GPU: the processes stay, the weights are in host memory, and a load wakes them (3.5).
 
 A process that stays spares the next load what takes longest: its start. So an engine that is unloaded goes to
 sleep where host memory has room for it, and the longest asleep leave for it. One whose model is not asked for
@@ -13,7 +13,7 @@ from shared.model import ModelSpec
 T = TypeVar("T")
 
 PROCESS_BYTES = 2 << 30
-"""Host memory of an engine's process beside its weights, as seen of vLLM on CPU: 2 to 3 GB with small models."""
+"""Host memory of an engine's process beside its weights, as seen of vLLM on CPU: 2 to 3 GB in all."""
 
 SHAPE = (
     *("engine", "params", "layers", "hidden", "heads", "kv_heads", "head_dim"),

@@ -123,7 +123,8 @@ from services.local_sched.vllm_ext import wire
 from shared import engine as en
 folder = pathlib.Path(__file__).parent
 told = folder / f"{{os.getpid()}}.orders"
-told.write_text(" ".join(sys.argv[5:]) + "\\n" + os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "") + "\\n")
+percentage = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+told.write_text(" ".join(sys.argv[5:]) + "\\n" + percentage + "\\n")
 ours = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
 stream = ours.makefile("rb")
 name = ""
@@ -148,7 +149,7 @@ while header := stream.read(wire.HEADER.size):
 
 
 class Home:
-    """Engines whose processes are quick to load, sleep and wake; `refuse` makes them refuse the latter two."""
+    """Engines whose processes are quick to load, sleep and wake; a file `refuse` makes them refuse these."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.folder = folder

@@ -30,7 +30,7 @@ def request(request_id="r1", attempt=1, gateway="g1", model=MODEL.name, prompt=1
 
 
 class Bench:
-    def __init__(self, device=H100, kind="emulated", models=(), elastic_kv=True, **settings):
+    def __init__(self, device=H100, kind="emulated", models=(), elastic_kv=True, sleeps=False, **settings):
         self.core = LocalSchedCore(
             "gpu0",
             "host0",
@@ -40,6 +40,7 @@ class Bench:
             0.0,
             lut_for=lambda device, model: LUTS[model.name] if model.name in LUTS else build(device, model),
             elastic_kv=elastic_kv,
+            sleeps=sleeps,
         )
         self.now_ms = 0.0
         self.seq = 0

@@ -52,3 +52,24 @@ def test_room_is_made_on_the_host_that_has_the_weights() -> None:
     assert "awaited" not in lab.placed
     lab.do(ev.ScaleOut(model="awaited", scheduler="s", reason="no_instance"))
     assert where(lab.run())["g2"] == ["awaited"]
+
+
+def test_a_model_goes_where_its_engine_is_asleep() -> None:
+    first, second = FakeGpu("g1"), FakeGpu("g2")
+    lab = Lab([LARGE], [first, second]).run()
+    first.asleep = ("small",)
+    lab.run()
+    lab.do(ev.ModelRegistered(model=SMALL))
+    assert where(lab.run()) == {"g1": ["large", "small"], "g2": []}
+
+
+def test_an_awaited_model_is_woken_rather_than_loaded_elsewhere() -> None:
+    first, second = FakeGpu("g1", host="h1"), FakeGpu("g2", host="h2")
+    lab = Lab([LARGE, SMALL], [first, second]).run()
+    second.set("small", idle_ms=1_000.0)
+    first.asleep = ("small",)
+    first.state = second.state = "sleeping"
+    assert where(lab.run()) == {"g1": ["large"], "g2": []}
+    lab.do(ev.HostWeights(host="h2", specs=(digest(SMALL),)))
+    lab.do(ev.ScaleOut(model="small", scheduler="s", reason="no_instance"))
+    assert where(lab.run())["g1"] == ["large", "small"]

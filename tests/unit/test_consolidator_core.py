@@ -40,6 +40,7 @@ class FakeGpu:
     fails: bool = False
     state: str = "active"
     kv_pool_bytes: int = 0
+    asleep: tuple[str, ...] = ()
 
     def hear(self, message: ev.Message) -> None:
         if not self.obeys:
@@ -77,6 +78,7 @@ class FakeGpu:
             free_bytes=0,
             engines=tuple(self.engines.values()),
             kv_pool_bytes=self.kv_pool_bytes,
+            asleep=self.asleep,
         )
         return ev.SummaryChanged(summary=summary)
 

@@ -197,3 +197,28 @@ def test_nothing_is_learnt_of_a_model_that_is_gone() -> None:
     core.step(NOW_MS, ev.ModelRemoved(model=A.name))
     core.step(NOW_MS, ended)
     assert core.wake_ms is None and core.step(NOW_MS + 60_000.0, ev.Tick()) == []
+
+
+def test_a_share_that_is_fixed_is_counted_on_whatever_else_runs_there() -> None:
+    def shares(**changes: object) -> dict[int, tuple[float, int]]:
+        lab = Lab(A, B)
+        lab.tell(0, models=(A, B), running=1, **changes)
+        view = next(view for view in lab.fleet.serving(NOW_MS, A) if view.gpu == "g0")
+        share_pct = view.available(A.name, 0, NOW_MS)[1]
+        assert share_pct in view.shares(A.name)
+        return view.shares(A.name)
+
+    full = (StairStep(0.0, GIB, 0),)
+    assert list(shares()) == [100]
+    assert list(shares(staircase=full)) == [20]  # what its own engine has
+    assert list(shares(staircase=full, fixed_share_pct=100)) == [100]
+    assert list(shares(fixed_share_pct=40)) == [40]
+
+
+def test_a_model_starts_soonest_where_its_engine_is_asleep() -> None:
+    lab = Lab()
+    (loaded,) = lab.fleet.starts(NOW_MS, A)
+    lab.tell(1, asleep=(A.name,))
+    (woken,) = lab.fleet.starts(NOW_MS, A)
+    assert (loaded.source, woken.source) == ("disk", "asleep")
+    assert woken.after_ms == A.weight_bytes / device_for("h100-80gb").host_bytes_per_ms < loaded.after_ms

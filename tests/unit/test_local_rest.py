@@ -2,13 +2,17 @@
 
 import pytest
 from local_bench import H100, MODEL, OTHER, Bench, of
+from msgspec.structs import replace
 
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.made_up import VocabSlice
+from services.local_sched.summary import summarize
 from shared import engine as en
 from shared import events as ev
 from shared.devices import DEVICES
 from shared.silicon import load_ms
+
+VLLM = replace(MODEL, engine="vllm", weight_bytes=1 << 30, params=1 << 29)
 
 
 def rests(actions):
@@ -92,3 +96,34 @@ def test_two_loads_wait_for_one_context():
     took_ms = {ready.model: ready.load_ms for ready in device.gpu.advance(100_000.0)}
     assert took_ms[MODEL.name] == 3_000 + load_ms(H100, MODEL.weight_bytes)
     assert took_ms[OTHER.name] == 2_000 + load_ms(H100, OTHER.weight_bytes)
+
+
+def sleepy(device=H100):
+    bench = Bench(kind="vllm", device=device, models=[VLLM], sleeps=True)
+    bench.do(ev.Unload(model=VLLM.name, placement_version=2))
+    bench.do(en.EngineEnded(model=VLLM.name))
+    bench.do(en.DeviceSampled("sleeping", 0, None, None, asleep=(VLLM.name,)))
+    return bench
+
+
+def test_engines_asleep_are_told_of_and_leave_when_the_device_goes_cold():
+    bench = sleepy()
+    assert (summarize(bench.state, bench.now_ms).state, summarize(bench.state, bench.now_ms).asleep) == (
+        "sleeping",
+        (VLLM.name,),
+    )
+    assert rests(bench.wait(11_000.0)) == ["cold"]
+    bench.do(en.DeviceSampled("cold", 0, None, None))
+    assert summarize(bench.state, bench.now_ms).asleep == ()
+
+
+def test_without_a_meter_nothing_is_saved_by_going_cold():
+    assert rests(sleepy(DEVICES["cpu"]).wait(100_000.0)) == []
+
+
+def test_a_load_that_wakes_an_engine_is_counted_as_such():
+    bench = sleepy()
+    (order,) = of(bench.do(ev.Load(model=VLLM, placement_version=3)), en.LoadEngine)
+    assert order.source == "asleep"
+    done = bench.do(en.EngineReady(model=VLLM.name, kv_pool_bytes=1 << 30, block_tokens=16, load_ms=1.0))
+    assert ev.Count(name="loads", labels={"model": VLLM.name, "source": "asleep"}) in done

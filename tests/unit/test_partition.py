@@ -1,10 +1,21 @@
-"""How engines share the SMs of a GPU: what works where, the sizes, who gets which; and the change of streams."""
+"""How engines share the SMs of a GPU: what works where, the sizes, who gets which; the change of streams."""
 
 from itertools import combinations_with_replacement
 
+import msgspec
 import pytest
 
-from services.local_sched.partition import Part, Partition, Parts, SmFacts, cut_of, layout, partition_for
+from services.local_sched.host_facts import EngineFacts, GpuFacts, HostFacts, MpsFacts
+from services.local_sched.partition import (
+    Part,
+    Partition,
+    Parts,
+    SmFacts,
+    cut_of,
+    layout,
+    partition_for,
+    sm_facts,
+)
 from services.local_sched.vllm_ext.sms import SmStreams
 from services.local_sched.vllm_ext.wire import SmCut
 from shared.devices import DEVICES
@@ -120,6 +131,21 @@ def test_what_is_asked_and_does_not_work_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=f"SM_PARTITION={asked}.*{why}.*doctor"):
         partition_for(asked, 100, H100, facts)
+
+
+def test_a_daemon_counts_that_is_seen_or_that_a_folder_of_pipes_was_named_of() -> None:
+    seen = MpsFacts(owner_uid=0, daemon=True)
+    hosts = {
+        mps: HostFacts(
+            cuda=1300, gpus=(GpuFacts(index=0),), mps=mps, engine=EngineFacts(torch="2", torch_cuda="13")
+        )
+        for mps in (seen, MpsFacts(named=True, owner_uid=0), MpsFacts(owner_uid=0), MpsFacts(named=True))
+    }
+    assert [sm_facts(host).no_mps == "" for host in hosts.values()] == [True, True, False, False]
+    assert "cuda-bindings" in sm_facts(hosts[seen]).no_green
+    engine = EngineFacts(torch="2.13.0", torch_cuda="13.0", cuda_bindings="13.0")
+    assert sm_facts(msgspec.structs.replace(hosts[seen], engine=engine)) == ALL_WELL
+    assert "no NVIDIA GPU" in sm_facts(HostFacts(mps=seen)).no_mps
 
 
 def test_a_share_that_is_none_is_refused() -> None:

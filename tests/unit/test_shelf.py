@@ -125,3 +125,20 @@ def test_the_global_scheduler_uses_it() -> None:
     )
     lut = core._fleet.lut("h100-80gb", QWEN.name)
     assert lut is not None and lut.ttft_ms(1005, 100, 512) == pytest.approx(42.0)
+
+
+def test_on_a_device_with_other_shares_a_stored_table_is_asked_at_those() -> None:
+    device = H100.with_sm_sizes((12, 24, 48, 72, 100))
+    core = LocalSchedCore("g", "h", "vllm", device, LocalSettings(), 0.0)
+    core.step(0.0, ev.LutRead(packed=pack(table())))
+    lut = core.state.lut(QWEN)
+    assert lut.provenance.kind == "measured" and lut.shares_pct.tolist() == [12, 24, 48, 72, 100]
+    assert lut.least_prefill_share_pct(1005, 512, 50.0) == 12
+    assert core.state.lut(LLAMA).shares_pct.tolist() == [12, 24, 48, 72, 100]
+
+
+@pytest.mark.parametrize(("shares", "used"), [((100,), True), ((10, 100), True), ((50,), False)])
+def test_where_engines_have_all_sms_a_table_of_all_is_enough(shares: tuple[int, ...], used: bool) -> None:
+    core = LocalSchedCore("g", "h", "vllm", H100.with_sm_sizes((100,)), LocalSettings(), 0.0)
+    core.step(0.0, ev.LutRead(packed=pack(table(shares=shares))))
+    assert (core.state.lut(QWEN).provenance.kind == "measured") is used

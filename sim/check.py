@@ -148,8 +148,10 @@ class Checks:
         """No engine holds more for a run than its request was promised, nor more than there is.
 
         Where memory is too short to promise it ahead, steps not reported yet may have taken that much more.
+        So may those that a scheduler has not heard of because it stood still, until it has taken all reports.
         """
         gpu, complain = node.gpu, self._world.complain
+        catches_up = self._world.now_ms <= node.paused_until_ms
         assert gpu is not None
         if gpu.used_bytes > self._world.total_bytes:
             complain(f"{node.ident} uses {gpu.used_bytes} bytes", node.ident)
@@ -162,7 +164,8 @@ class Checks:
                     continue
                 pool = state.ledger.pools[model]
                 promised = pool.holders.get(work.request.request_id, 0)
-                ahead_tokens = state.settings.report_steps - 1
+                unheard_tokens = sequence.output_tokens - work.output_count if catches_up else 0
+                ahead_tokens = max(state.settings.report_steps - 1, unheard_tokens)
                 if sequence.blocks > promised - (-ahead_tokens // pool.block_tokens):
                     complain(
                         f"{node.ident}: run {run_id} holds {sequence.blocks} blocks of {promised} promised",

@@ -11,11 +11,19 @@ class HostCaches:
     """The news of all hosts."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, frozenset[str]]] = {}  # by host: when heard, and of which weights
+        # by host, the longest silent first: when heard, and of which weights
+        self._known: dict[str, tuple[float, frozenset[str]]] = {}
 
     def hear(self, now_ms: float, news: HostWeights) -> None:
-        """Take what a host's migrator tells."""
+        """Take what a host's migrator tells, and forget the hosts that are gone."""
+        self._known.pop(news.host, None)
         self._known[news.host] = (now_ms, frozenset(news.specs))
+        while now_ms - next(iter(self._known.values()))[0] >= FORGOTTEN_AFTER_MS:
+            del self._known[next(iter(self._known))]
+
+    def __len__(self) -> int:
+        """Return how many hosts are remembered."""
+        return len(self._known)
 
     def hosts(self, now_ms: float, model: ModelSpec) -> set[str]:
         """Return the hosts that have a model's weights in memory. Cost: linear in the hosts."""

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check sim-soak lint compiled bench clean
+.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check gpu-check sim-soak lint compiled bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ consolidate-check: setup  ## a live emulated pool at full load, a tenth, full ag
 
 .env:  ## compose's environment, with passwords made up at random
 	@umask 077; $(PYTHON) -c 'import re, secrets, sys; print(re.sub("(?m)=change-me$$", lambda _: "=" + secrets.token_hex(16), sys.stdin.read()), end="")' < deploy/env.example > $@
+
+gpu-check: setup  ## measure a real card, 8 minutes, results in build/ (ALLOW_CLOCKS=1 also sets its clock)
+	@$(BIN)/python -m services.cli.gpu_check $(if $(filter 1,$(ALLOW_CLOCKS)),--allow-clocks)
 
 lint: setup  ## ruff, mypy, import rules
 	$(BIN)/ruff check .

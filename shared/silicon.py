@@ -79,7 +79,7 @@ def step_work(
     )
 
 
-def _bandwidth_of_share(device: Device, sm_share: Any) -> Any:
+def bandwidth_of_share(device: Device, sm_share: Any) -> Any:
     """b(s): part of the memory bandwidth that a share of the SMs can draw."""
     rate = device.bandwidth_share_rate
     if isinstance(sm_share, float):  # numbers take a fifth of the time this way
@@ -87,7 +87,7 @@ def _bandwidth_of_share(device: Device, sm_share: Any) -> Any:
     return (1.0 - np.exp(-rate * sm_share)) / (1.0 - np.exp(-rate))
 
 
-def _compute_of_share(device: Device, sm_share: Any) -> Any:
+def compute_of_share(device: Device, sm_share: Any) -> Any:
     """c(s): part of the compute that a share of the SMs gives."""
     return sm_share**device.compute_share_exponent
 
@@ -104,8 +104,8 @@ def step_ms(
 
     `bandwidth_scale` and `compute_scale` come from `contention` where engines run side by side.
     """
-    bandwidth = _bandwidth_of_share(device, sm_share) * bandwidth_scale
-    compute = _compute_of_share(device, sm_share) * compute_scale
+    bandwidth = bandwidth_of_share(device, sm_share) * bandwidth_scale
+    compute = compute_of_share(device, sm_share) * compute_scale
     if device.clock_max_mhz:  # else the device runs at the one speed it has
         slowed = sm_clock_mhz / device.bandwidth_knee_mhz
         slowed = min(1.0, slowed) if isinstance(slowed, float) else np.minimum(1.0, slowed)
@@ -134,8 +134,8 @@ def contention(device: Device, sm_shares: Sequence[float]) -> tuple[float, float
         return scales
     if len(known) >= CONTENTIONS_KEPT:
         known.clear()
-    bandwidth = float(sum(_bandwidth_of_share(device, share) for share in sm_shares))
-    compute = float(sum(_compute_of_share(device, share) for share in sm_shares))
+    bandwidth = float(sum(bandwidth_of_share(device, share) for share in sm_shares))
+    compute = float(sum(compute_of_share(device, share) for share in sm_shares))
     scales = known[key] = (1.0 / max(1.0, bandwidth), 1.0 / max(1.0, compute))
     return scales
 

@@ -80,7 +80,7 @@ def target_for(
         index = cuda_index(gpu)
         spec = _real_model(model, state)
         gpu_here = NvmlGpu(str(index))
-        device = device_for(gpu_type or _type_of(gpu_here.name))
+        device = device_for(gpu_type or type_of(gpu_here.name))
         clocks, fixed_clock = _clocks_of(gpu_here)
         pool_bytes = int(device.total_bytes * (1 - MEMORY_MARGIN)) - spec.weight_bytes
         grid = grid_for(
@@ -150,7 +150,7 @@ def cuda_index(gpu: str) -> int:
     return int(number)
 
 
-def _type_of(name: str) -> str:
+def type_of(name: str) -> str:
     """Return the row of the device table for a name as the driver gives it ("NVIDIA H100 80GB HBM3")."""
     for gpu_type in DEVICES:
         if gpu_type != "cpu" and gpu_type.split("-")[0] in name.lower():

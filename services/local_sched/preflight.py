@@ -65,12 +65,14 @@ def _mps(host: HostFacts) -> Row:
         found = f"daemon of user {mps.owner_uid} at {mps.directory}, {len(clients)} clients"
         means = "engines compute side by side, each on its SMs; a fatal fault of one ends all on its GPU"
         return Row(check="MPS", outcome=OK, found=found, means=means)
-    if mps.named:
+    if mps.named and mps.owner_uid is None:
         means = "CUDA_MPS_PIPE_DIRECTORY is set, and engines would not start, or run without MPS"
         cure = f"`nvidia-cuda-mps-control -d` as user {host.uid} with this folder, or unset the variable"
         return Row(check="MPS", outcome=FAILED, found=why, means=means, cure=cure)
     if mps.owner_uid is not None:
-        means = "it is stale, another user's, or in another container; CUDA programs may hang at their start"
+        means = (
+            "in another container it serves; stale, or another user's, CUDA programs may hang at their start"
+        )
         cure = f"`echo quit | nvidia-cuda-mps-control` as its user, or remove {mps.directory}"
         return Row(check="MPS", outcome=WARNING, found=why, means=means, cure=cure)
     means = "engines on one GPU take turns on all of its SMs, whatever shares they are given"
@@ -81,11 +83,12 @@ def _mps(host: HostFacts) -> Row:
 def _green(host: HostFacts) -> Row:
     check, why, engine = "green contexts", no_green_contexts(host), host.engine
     if not why:
-        found = (
-            f"CUDA {cuda_of(host)}, torch {engine.torch}, cuda-bindings {engine.cuda_bindings or 'absent'}"
-        )
+        found = f"CUDA {cuda_of(host)}, torch {engine.torch}, cuda-bindings {engine.cuda_bindings}"
         return Row(
-            check=check, outcome=OK, found=found, means="an engine's SM share can change at every step"
+            check=check,
+            outcome=OK,
+            found=found,
+            means="under MPS an engine's SM share can change at every step",
         )
     means = "SM shares are fixed at an engine's start by MPS, or there are none"
     cure = "a driver of 550 or later; in the engine's environment torch for CUDA, which brings cuda-bindings"

@@ -124,9 +124,7 @@ def _clocks(host: HostFacts, gpu: GpuFacts) -> Row:
 def _setting(host: HostFacts, gpu: GpuFacts) -> Row:
     """Who may set its clock: the guard for a local scheduler; root alone may profile without."""
     guard, check = host.guard, "setting clocks"
-    run_guard = (
-        f"run the clock guard with FESTINA_CLOCK_GUARD_GPUS={gpu.uuid or gpu.index} (docs/operations.md)"
-    )
+    run_guard = "run the clock guard with its UUID in FESTINA_CLOCK_GUARD_GPUS (docs/operations.md)"
     if guard.socket and guard.trouble:
         return _row(
             gpu,

@@ -22,7 +22,8 @@ class Relief:
         full_pct = 100.0 * (1.0 - self._set.safety_margin)
         found = []
         for gpu in self._cluster.working_gpus() if self._cluster.resting else ():
-            if sum(engine.sm_share_pct for engine in self._running(gpu)) <= full_pct:
+            fixed = self._cluster.summaries[gpu].fixed_share_pct  # which says nothing of what is needed
+            if fixed or sum(engine.sm_share_pct for engine in self._running(gpu)) <= full_pct:
                 self._crowded_ms.pop(gpu, None)
             elif now_ms - self._crowded_ms.setdefault(gpu, now_ms) >= self._set.crowded_ms:
                 found.append(gpu)

@@ -122,11 +122,12 @@ class Partition(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What an engine's process is told in its environment: the most of the SMs that MPS gives it."""
+        """What an engine's process is told: the most SMs it has by MPS, and to keep to one stream."""
         if not self.shared_fate:
             return {}
         share_pct = self.device.sm_sizes_pct[0] if self.means == "mps" else 100
-        return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share_pct)}
+        told = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share_pct)}
+        return told | ({"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"} if self.means == "green" else {})
 
 
 def partition_for(asked: str, mps_share_pct: int, device: Device, facts: SmFacts) -> Partition:

@@ -188,11 +188,11 @@ class State:
     summary_due: bool = True
 
     def __post_init__(self) -> None:
-        self.rest = self.first_rest
+        self.rest = "sleeping" if self.engine_kind == EMULATED else "cold"  # no engine has left yet
 
     @property
     def first_rest(self) -> str:
-        """How the device rests at first."""
+        """How the device rests when its last engine has left."""
         return "sleeping" if self.sleeps else "cold"
 
     @property

@@ -47,6 +47,10 @@ CLASSES = {  # module: class: what we use of it beyond its constructor
     "vllm.config": {"CompilationConfig": "static_forward_context"},
     "vllm.v1.worker.gpu_worker": {"Worker": "reload_weights"},
     "vllm.platforms": {"current_platform": "is_cpu"},
+    "vllm.utils.torch_utils": {
+        "_patched_set_stream": ""
+    },  # in the place of torch's, and followed by all work
+    "vllm.envs": {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": ""},
     "vllm.outputs": {"RequestOutput": "outputs request_id"},
     "vllm.sampling_params": {"RequestOutputKind": "DELTA"},
     "vllm": {"EngineArgs": "", "LLMEngine": "", "SamplingParams": "", "TokensPrompt": ""},

@@ -98,16 +98,19 @@ def test_a_deficit_after_a_change_spreads_the_models_again_and_is_remembered() -
     assert len({gpu for gpus in lab.placed.values() for gpu in gpus}) == 2  # not before the dwell is over
 
 
-def test_a_crowded_gpu_is_relieved_while_others_rest() -> None:
+@pytest.mark.parametrize(("fixed_pct", "shares"), [(0, [1, 2]), (40, [3])])
+def test_a_crowded_gpu_is_relieved_while_others_rest(fixed_pct: int, shares: list[int]) -> None:
+    """Shares that are fixed say nothing of what is needed."""
     lab = apart().run(12_000)
     [home] = lab.placed["a"]
+    lab.gpus[home].fixed_share_pct = fixed_pct
     for model in "abc":
         lab.gpus[home].set(model, running=1, sm_share_pct=40)
     lab.run(500)
     assert {gpu for gpus in lab.placed.values() for gpu in gpus} == {home}
     lab.run(2_000)
     used = [gpu for gpus in lab.placed.values() for gpu in gpus]
-    assert sorted(used.count(gpu) for gpu in set(used)) == [1, 2]
+    assert sorted(used.count(gpu) for gpu in set(used)) == shares
 
 
 def test_settings_of_consolidation_are_checked() -> None:

@@ -41,6 +41,7 @@ class FakeGpu:
     state: str = "active"
     kv_pool_bytes: int = 0
     asleep: tuple[str, ...] = ()
+    fixed_share_pct: int = 0
 
     def hear(self, message: ev.Message) -> None:
         if not self.obeys:
@@ -79,6 +80,7 @@ class FakeGpu:
             engines=tuple(self.engines.values()),
             kv_pool_bytes=self.kv_pool_bytes,
             asleep=self.asleep,
+            fixed_share_pct=self.fixed_share_pct,
         )
         return ev.SummaryChanged(summary=summary)
 

@@ -117,6 +117,10 @@ def test_engines_asleep_are_told_of_and_leave_when_the_device_goes_cold():
     assert summarize(bench.state, bench.now_ms).asleep == ()
 
 
+def test_before_its_first_engine_has_left_it_is_cold():
+    assert rests(Bench(kind="vllm", sleeps=True).wait(100_000.0)) == []
+
+
 def test_without_a_meter_nothing_is_saved_by_going_cold():
     assert rests(sleepy(DEVICES["cpu"]).wait(100_000.0)) == []
 

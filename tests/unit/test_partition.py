@@ -105,7 +105,10 @@ def test_the_best_way_that_works_is_taken() -> None:
         (12, 24, 48, 72, 100),
         True,
     )
-    assert green.environment == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}
+    assert green.environment == {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+    }
     mps = found(SmFacts("", "an old driver"))
     assert (mps.means, mps.device.sm_sizes_pct, mps.cut, mps.shared_fate) == ("mps", (40,), None, True)
     assert mps.environment == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40"} and "an old driver" in mps.why

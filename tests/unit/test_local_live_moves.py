@@ -200,6 +200,25 @@ def test_a_move_that_ends_lets_the_request_go_on_with_all_it_has(ending):
     assert sent(bench.token("r1"), ev.Tokens)
 
 
+def test_a_frozen_request_is_not_handed_out_before_all_copies_are_answered():
+    bench = source()
+    bench.do(prepare())
+    bench.do(ev.StageKv(move_id="m", request_id="r1", first_block=0, blocks=4, stage="s"))
+    bench.do(freeze(4))
+    assert sent(bench.do(exported(0, 4, 64)), ev.Released) == []
+    (released,) = sent(bench.do(exported(4, 3, 101)), ev.Released)
+    assert released.staged.first_block == 4
+
+
+def test_the_kv_of_the_latest_token_is_not_counted_on():
+    """Its engine computes that in the step that makes the next one; blocks have room for it before."""
+    bench = source()
+    bench.do(prepare())
+    bench.do(freeze())
+    (released,) = sent(bench.do(exported(tokens=112)), ev.Released)
+    assert (released.request.context_tokens, released.kv_tokens) == (102, 101)
+
+
 def test_a_commit_before_the_engine_is_done_is_none():
     bench = source()
     bench.do(prepare())
@@ -298,6 +317,16 @@ def test_what_waits_at_the_destination_has_its_memory_first():
 def test_what_can_never_fit_is_refused():
     (granted,) = sent(narrow(10).do(reserve(160)), ev.Granted)
     assert granted.credit_bytes == 0 and "no memory" in granted.reason
+
+
+def test_destination_does_not_take_what_has_grown_beyond_its_memory():
+    bench = narrow(6)
+    bench.do(reserve(90))
+    assert sent(bench.do(adopt()), ev.Adopted) == []
+    bench = narrow(7)
+    bench.do(reserve(90))
+    assert sent(bench.do(adopt()), ev.Adopted) == [ev.Adopted(move_id="m")]
+    assert bench.state.ledger.pools[MODEL.name].holders == {"move:m": 7}
 
 
 def test_destination_starts_a_request_with_its_kv():

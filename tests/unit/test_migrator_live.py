@@ -149,6 +149,19 @@ def test_a_request_that_moves_by_its_tokens_is_frozen_once_there_is_memory_for_i
     assert ev.Count(name="moved_requests", labels={"mode": "tokens"}) in lab.said
 
 
+def test_a_request_with_little_left_to_copy_goes_on_until_there_is_credit_for_all_of_it() -> None:
+    lab = Lab()
+    lab.prepared()
+    lab.granted(8)
+    lab.staged(0, 4, 10)
+    lab.staged(4, 4, 11)  # three blocks are left, and granted are none
+    assert lab.order(ev.Reserve).context_tokens + 1 == 13 * 16
+    lab.granted(11)
+    assert lab.order(ev.Reserve).partial  # its next tokens may need one more
+    lab.granted(12)
+    assert lab.order(ev.Release).freeze
+
+
 def test_a_request_that_had_better_stay_stays() -> None:
     lab = Lab()
     lab.hear(ev.Released(move_id="mv", request=None, running=True))

@@ -14,7 +14,7 @@ import numpy as np
 from shared.device_table import PARAMETERS, Parameter
 from shared.errors import ConfigError
 
-__all__ = ["DEVICES", "PARAMETERS", "Device", "Parameter", "device_for"]
+__all__ = ["DEVICES", "PARAMETERS", "Device", "Parameter", "device_for", "type_of"]
 
 
 NOT_MODELLED = ("name", "sm_count", "sm_group", "given_sizes_pct")
@@ -158,3 +158,15 @@ def device_for(gpu_type: str) -> Device:
     except KeyError:
         known = ", ".join(sorted(DEVICES))
         raise ConfigError(f"unknown GPU type {gpu_type!r}; set one of: {known}") from None
+
+
+def type_of(name: str) -> str:
+    """Return the row for a GPU's name as its driver gives it ("NVIDIA H100 80GB HBM3").
+
+    Raises:
+        ConfigError: no row has it; the message names them.
+    """
+    for gpu_type in DEVICES:
+        if gpu_type != "cpu" and gpu_type.split("-")[0] in name.lower():
+            return gpu_type
+    raise ConfigError(f"no device type is known for {name!r}; name one of: {', '.join(DEVICES)}")

@@ -29,7 +29,12 @@ def doctor(
     from services.local_sched.main import DeviceSettings  # with all that a local scheduler imports
 
     where = load(DeviceSettings, "device")
-    host = probe(vllm_python=where.vllm_python, clock_guard=where.clock_guard, wanted=where.clocks == "nvml")
+    host = probe(
+        vllm_python=where.vllm_python,
+        clock_guard=where.clock_guard,
+        wanted=where.clocks == "nvml",
+        gpu_type=where.gpu_type,
+    )
     rows = preflight.judge(host)
     if as_json:
         found = {"failed": preflight.failed(rows), "rows": rows, "host": host}

@@ -18,7 +18,7 @@ from services.local_sched.profile_stats import Effort
 from services.local_sched.vllm_env import MODEL_NAME, VLLM, smollm2_spec, vllm_python
 from shared.catalog import entries
 from shared.clock import now_ms
-from shared.devices import DEVICES, Device, device_for
+from shared.devices import DEVICES, Device, device_for, type_of
 from shared.errors import ActuatorRefused, ConfigError, FestinaError
 from shared.events import Event
 from shared.model import ModelSpec, slug
@@ -148,14 +148,6 @@ def cuda_index(gpu: str) -> int:
     if not number.isdigit():
         raise ConfigError(f"--gpu {gpu} names no device; write cuda:0 for the first")
     return int(number)
-
-
-def type_of(name: str) -> str:
-    """Return the row of the device table for a name as the driver gives it ("NVIDIA H100 80GB HBM3")."""
-    for gpu_type in DEVICES:
-        if gpu_type != "cpu" and gpu_type.split("-")[0] in name.lower():
-            return gpu_type
-    raise ConfigError(f"no device type is known for {name!r}; name one by --gpu-type: {', '.join(DEVICES)}")
 
 
 def _any_model(name: str, state: Path) -> ModelSpec:

@@ -47,6 +47,7 @@ class Kernels:
         self._sync()
         self._start_ms = (time.perf_counter() - started_s) * 1000.0
         self._sms: Any = None
+        self._streams: dict[tuple[int, int], Any] = {}
 
     def device(self) -> dict[str, Any]:
         """Say what it is, and how long it took to make the context and the matrices."""
@@ -77,8 +78,9 @@ class Kernels:
         found = {"n_bytes": 2 * weight.numel(), "flop": 2 * tokens * weight.numel()}
         if not groups:
             return found | self._timed(work, for_s)
-        stream = self._sms.stream(range(first, first + groups))
-        with torch.cuda.stream(stream):
+        if (first, groups) not in self._streams:
+            self._streams[first, groups] = self._sms.stream(range(first, first + groups))
+        with torch.cuda.stream(self._streams[first, groups]):
             return found | self._timed(work, for_s)
 
     def copy(self, to: str, n_bytes: int, for_s: float) -> dict[str, Any]:

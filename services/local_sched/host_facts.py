@@ -98,6 +98,7 @@ class HostFacts(msgspec.Struct, frozen=True):
         cuda: the newest CUDA that the driver runs, 12.4 as 1204.
         pci_gpus: NVIDIA's GPUs on the PCI bus, driver or not.
         wanted: the configuration has the local scheduler drive a GPU (FESTINA_DEVICE_CLOCKS=nvml).
+        gpu_type: what it takes its GPU for (FESTINA_DEVICE_GPU_TYPE); empty: nobody has said.
         uid: who we are.
         may_set_clocks: we have the right that setting clocks takes (CAP_SYS_ADMIN).
     """
@@ -110,6 +111,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     gpus: tuple[GpuFacts, ...] = ()
     pci_gpus: int = 0
     wanted: bool = False
+    gpu_type: str = ""
     uid: int = 0
     may_set_clocks: bool = False
     guard: GuardFacts = GuardFacts()

@@ -48,7 +48,12 @@ print(json.dumps(found))
 
 
 def probe(
-    *, vllm_python: str, clock_guard: str = "", wanted: bool = False, watch_s: float = WATCH_S
+    *,
+    vllm_python: str,
+    clock_guard: str = "",
+    wanted: bool = False,
+    gpu_type: str = "",
+    watch_s: float = WATCH_S,
 ) -> HostFacts:
     """Return the facts about this host.
 
@@ -56,6 +61,7 @@ def probe(
         vllm_python: interpreter of the engine's environment.
         clock_guard: the guard's socket, if the configuration names one; else one at its usual place counts.
         wanted: the configuration has the local scheduler drive a GPU.
+        gpu_type: what it takes its GPU for.
         watch_s: for how long energy counters are watched, at most.
     """
     trouble, fails, driver = "", False, None
@@ -76,6 +82,7 @@ def probe(
         gpus=gpus,
         pci_gpus=_pci_gpus(Path("/sys/bus/pci/devices")),
         wanted=wanted,
+        gpu_type=gpu_type,
         uid=os.geteuid(),
         may_set_clocks=_has_capability(CAP_SYS_ADMIN),
         guard=ask_guard(clock_guard),

@@ -204,12 +204,13 @@ class NvmlGpu:
         self._nvml.nvmlShutdown()
 
     def _read(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
-        """Ask NVML; None where the device does not know."""
+        """Ask NVML; None where the device does not know, or the driver does not tell us."""
+        nvml = self._nvml
         try:
             return call(self._gpu, *arguments)
-        except self._nvml.NVMLError_NotSupported:
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
             return None
-        except self._nvml.NVMLError as error:
+        except nvml.NVMLError as error:
             raise Unavailable(f"{self.name} ({self.uuid}) does not tell its {what}: {error}") from None
 
     def _set(self, what: str, call: Callable[..., None], *clocks_mhz: int) -> None:

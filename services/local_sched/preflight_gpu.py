@@ -5,6 +5,8 @@ from collections.abc import Callable
 import msgspec
 
 from services.local_sched.host_facts import GpuFacts, HostFacts, no_mps
+from shared.devices import type_of
+from shared.errors import ConfigError
 
 OK, WARNING, FAILED, NOT_APPLICABLE = "ok", "warning", "failed", "not applicable"
 
@@ -42,6 +44,26 @@ def state(host: HostFacts, gpu: GpuFacts) -> Row:
             "see to its cooling and power supply, or its power limit",
         )
     return _row(gpu, "GPU", OK, found)
+
+
+def _device_type(host: HostFacts, gpu: GpuFacts) -> Row:
+    """Whether the scheduler reckons with this GPU's numbers, where there are some."""
+    check = "device type"
+    try:
+        found = type_of(gpu.name)
+    except ConfigError as none:
+        means = "look-up tables, memory and power cap are another device's"
+        return _row(gpu, check, WARNING, str(none), means, "measure it: `make gpu-check`, `festina profile`")
+    if not host.gpu_type or found == host.gpu_type:
+        return _row(gpu, check, OK, found)
+    return _row(
+        gpu,
+        check,
+        FAILED if host.wanted else WARNING,
+        f"{found}, and a local scheduler here would take it for {host.gpu_type}",
+        "its latencies, memory and power cap are reckoned with another device's numbers",
+        f"set FESTINA_DEVICE_GPU_TYPE={found}",
+    )
 
 
 def _compute_mode(host: HostFacts, gpu: GpuFacts) -> Row:
@@ -176,6 +198,7 @@ def _counter(host: HostFacts, gpu: GpuFacts) -> Row:
 
 CHECKS: tuple[Callable[[HostFacts, GpuFacts], Row], ...] = (
     state,
+    _device_type,
     _compute_mode,
     _persistence,
     _mig,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pynvml
 import pytest
 from guard_process import Guard
 from nvml import HOST, UUIDS, StubNvml
@@ -57,6 +58,7 @@ WELL = HostFacts(
     guard=GUARD,
     engine=CUDA_ENV,
     mps=MPS_ON,
+    gpu_type="h100-80gb",
 )
 
 
@@ -92,6 +94,9 @@ def test_on_a_host_that_is_well_nothing_is_to_be_done() -> None:
         (with_gpu(mig=True), "MIG", WARNING, "-mig 0"),
         (with_gpu(power_cap_w=500.0), "power limit", WARNING, "-pl 700"),
         (with_gpu(limits=("heat",)), "GPU", WARNING, "heat"),
+        (replace(WELL, gpu_type="a100-80gb"), "device type", WARNING, "GPU_TYPE=h100-80gb"),
+        (replace(WELL, gpu_type="a100-80gb", wanted=True), "device type", FAILED, "would take it for a100"),
+        (with_gpu(name="NVIDIA B200"), "device type", WARNING, "festina profile"),
         (with_gpu(trouble="GPU is lost"), "GPU", FAILED, "Xid"),
         (with_gpu(clocks_mhz=()), "clocks", WARNING, "FESTINA_DEVICE_CLOCKS=none"),
         (replace(with_gpu(clocks_mhz=()), wanted=True), "clocks", FAILED, "none to choose"),
@@ -206,6 +211,21 @@ def test_the_facts_are_those_of_the_driver(nvml: StubNvml, no_engine: str) -> No
     assert host.engine.trouble == f"there is no {no_engine}"
 
 
+def test_what_a_driver_does_not_tell_us_is_unknown_and_no_fault(
+    nvml: StubNvml, no_engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(gpu: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    def missing(gpu: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMPSComputeRunningProcesses", refused)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", missing)
+    [first, *_] = host_probe.probe(vllm_python=no_engine, watch_s=0.1).gpus
+    assert (first.trouble, first.mig, first.mps_processes) == ("", None, ())
+
+
 @pytest.mark.parametrize(("fault", "fails"), [({"no_driver": 1}, False), ({"listing_fails": 1}, True)])
 def test_a_driver_that_fails_is_told_from_none(
     nvml: StubNvml, no_engine: str, fault: Fault, fails: bool
@@ -273,14 +293,16 @@ def command(monkeypatch: pytest.MonkeyPatch, no_engine: str) -> Callable[..., ob
 
 
 def test_the_command_ends_with_1_where_something_failed(
-    nvml: StubNvml, command: Callable[..., object]
+    nvml: StubNvml, command: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     well = command("--json")
     told = json.loads(well.stdout)
     assert well.exit_code == 0 and told["failed"] is False and len(told["host"]["gpus"]) == 4
     assert {"check", "outcome", "found", "means", "cure", "gpus"} == told["rows"][0].keys()
+    monkeypatch.setenv("FESTINA_DEVICE_GPU_TYPE", "a100-80gb")
     nvml.set(3, compute_mode=2)
     ill = command()
+    assert "would take it for a100-80gb" in " ".join(ill.stdout.split())
     assert ill.exit_code == 1 and "prohibited" in ill.stdout and "compute mode, GPU 3" in ill.stdout
 
 

@@ -138,9 +138,10 @@ def test_a_cpu_build_of_torch_is_no_cuda_device(lab_with: Callable[[str], Lab], 
 
 
 def test_the_meter_is_held_against_power_at_rest_and_at_work(nvml: StubNvml, lab: Lab) -> None:
+    nvml.set(0, counter_ms=5.0)
     found = meter(lab)
     assert found.windows.keys() == {"as found", "prefill", "decode"} and not found.not_run
-    assert found.counter_every_ms == pytest.approx(20.0, abs=12.0)
+    assert found.counter_every_ms is not None and found.counter_every_ms > 4.9
     assert found.windows["prefill"].power_w == pytest.approx(690.0, rel=0.2)
     assert found.windows["as found"].power_w == pytest.approx(110.0, rel=0.2)
     nvml.set(0, power_scale=0.7, counter_ms=0.0)  # as zeus's users saw it

@@ -9,12 +9,11 @@ import msgspec
 from services.cli.gpu_check.lab import Lab
 from services.cli.gpu_check.run import Report, run
 from services.cli.gpu_check.summary import summary
-from services.cli.profile_target import type_of
 from services.local_sched.host_probe import probe
 from services.local_sched.main import DeviceSettings
 from services.local_sched.nvml import NvmlGpu
 from shared.config import load
-from shared.devices import device_for
+from shared.devices import device_for, type_of
 from shared.errors import FestinaError
 from shared.model import slug
 

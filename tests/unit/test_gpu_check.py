@@ -231,6 +231,7 @@ def test_all_steps_run_and_are_told_whatever_becomes_of_one(
     }
     assert report.failed and "copies: failed it broke" in told
     lines = summary(report, H100)
+    assert any("power none seen" in line for line in lines), lines  # the stub's is constant
     assert any("decode on 64" in line and "modelled 0.8" in line for line in lines), lines
     assert msgspec.json.decode(msgspec.json.encode(report))["steps"]["shares"]["found"]["sms"] == 132
 

@@ -47,7 +47,7 @@ def _idle(found: IdleFound, device: Device) -> Iterator[str]:
 
 
 def _meter(found: MeterFound, device: Device) -> Iterator[str]:
-    yield f"the counter changes every {_ms(found.counter_every_ms)}, power every {_ms(found.power_every_ms)}"
+    yield f"changes: counter {_every(found.counter_every_ms)}, power {_every(found.power_every_ms)}"
     for what, watched in found.windows.items():
         pct = differs_pct(watched)
         told = "cannot be compared" if pct is None else f"counter {pct:+.1f} % against integrated power"
@@ -117,5 +117,5 @@ def _watts(watched: Watched) -> str:
     return "unknown W" if watched.power_w is None else f"{watched.power_w:.1f} W ({watched.source})"
 
 
-def _ms(every_ms: float | None) -> str:
-    return "never" if every_ms is None else f"{every_ms:.0f} ms"
+def _every(every_ms: float | None) -> str:
+    return "none seen" if every_ms is None else f"every {every_ms:.0f} ms"

@@ -15,6 +15,7 @@ once.
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -119,14 +120,30 @@ class Grid:
             if isinstance(coordinate, np.ndarray):
                 return self._many(clock, share, x, y)
         corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
+        return self._value(corners, self._cell(x, y), x, y)
+
+    def row(self, clocks: Sequence[float], share: float, x: float, y: float = 0.0) -> list[float]:
+        """Return the values at several clocks, all else equal."""
+        cell = self._cell(x, y)
+        row = []
+        for clock in clocks:
+            corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
+            row.append(self._value(corners, cell, x, y))
+        return row
+
+    def _cell(self, x: Any, y: Any) -> int:
+        """Return where the coefficients of the cell of a point begin, among the rows of a pair."""
+        cell: int = self._x.cell_row(x)
+        return cell if self._y is None else cell + int(self._y.cell_row(y))
+
+    def _value(self, corners: list[tuple[int, float]], cell: int, x: Any, y: Any) -> Any:
+        """Return the value at a point in this cell, given the points of clock and share around it."""
         read, total = self._read, 0.0
-        cell = self._x.cell_row(x)
         if self._y is None:
             for row, weight in corners:
                 i = 2 * (row + cell)
                 total += weight * (read[i] + read[i + 1] * x)
             return total
-        cell += self._y.cell_row(y)
         for row, weight in corners:
             i = 4 * (row + cell)
             total += weight * (read[i] + read[i + 1] * x + (read[i + 2] + read[i + 3] * x) * y)

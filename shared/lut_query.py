@@ -5,6 +5,8 @@ for decode, linear between their points. They hold for an engine that has the de
 engines slow each other as `silicon.contention` says. MHz, percent of the SMs, ms, W (whole device), J.
 """
 
+import math
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, overload
 
@@ -112,6 +114,19 @@ class Lut:
             )
         return ms
 
+    def _row_if_runnable(
+        self, clocks_mhz: Sequence[int], sm_share_pct: int, row_ms: list[float]
+    ) -> list[float]:
+        """The same for a row of times."""
+        if sm_share_pct < self.device.sm_size_min_pct:
+            return [math.inf] * len(row_ms)
+        if not self._measured:
+            return row_ms
+        return [
+            ms if self._covers(clock_mhz, sm_share_pct) else math.inf
+            for clock_mhz, ms in zip(clocks_mhz, row_ms, strict=True)
+        ]
+
     def _covers(self, sm_clock_mhz: Any, sm_share_pct: Any) -> Any:
         clocks, shares = self.axes.clocks_mhz, self.axes.shares_pct
         return (
@@ -163,6 +178,28 @@ class Lut:
     ) -> Any:
         """Power of the device while it decodes this batch and nothing else."""
         return self._decode_w(sm_clock_mhz, sm_share_pct, batch, mean_context_tokens)
+
+    def ttft_row_ms(self, clocks_mhz: Sequence[int], sm_share_pct: int, input_tokens: float) -> list[float]:
+        """`ttft_ms` at several clocks, in plain floats: for few, faster than arrays. Inf if not measured."""
+        row = self._prefill_ms.row(clocks_mhz, sm_share_pct, input_tokens)
+        return self._row_if_runnable(clocks_mhz, sm_share_pct, row)
+
+    def tbt_row_ms(
+        self, clocks_mhz: Sequence[int], sm_share_pct: int, batch: float, mean_context_tokens: float
+    ) -> list[float]:
+        """`tbt_ms` at several clocks, likewise."""
+        row = self._decode_ms.row(clocks_mhz, sm_share_pct, batch, mean_context_tokens)
+        return self._row_if_runnable(clocks_mhz, sm_share_pct, row)
+
+    def prefill_row_w(self, clocks_mhz: Sequence[int], sm_share_pct: int, input_tokens: float) -> list[float]:
+        """`prefill_power_w` at several clocks, likewise."""
+        return self._prefill_w.row(clocks_mhz, sm_share_pct, input_tokens)
+
+    def decode_row_w(
+        self, clocks_mhz: Sequence[int], sm_share_pct: int, batch: float, mean_context_tokens: float
+    ) -> list[float]:
+        """`decode_power_w` at several clocks, likewise."""
+        return self._decode_w.row(clocks_mhz, sm_share_pct, batch, mean_context_tokens)
 
     @overload
     def request_latency_ms(

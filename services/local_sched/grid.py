@@ -10,10 +10,10 @@ Tables are over [share][clock], the smallest share and the highest clock first: 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.lut import Lut
 
@@ -43,18 +43,110 @@ class Load(NamedTuple):
 
 
 class Table:
-    """Numbers over [share][clock]: an array, and lists of those rows that are read, for few are."""
+    """Numbers over [share][clock], in plain floats: a row is worked out when first read, for few are."""
 
-    def __init__(self, numbers: NDArray[Any]) -> None:
-        self.numbers = numbers
-        self._rows: dict[int, list[float]] = {}
+    def __init__(self, shares: int) -> None:
+        self._rows: list[list[float] | None] = [None] * shares
 
     def __getitem__(self, share: int) -> list[float]:
         """Return the row of a share."""
-        row = self._rows.get(share)
+        row = self._rows[share]
         if row is None:
-            row = self._rows[share] = self.numbers[share].tolist()
+            row = self._rows[share] = self._row(share)
         return row
+
+    def _row(self, share: int) -> list[float]:
+        raise NotImplementedError
+
+
+class _Zeros(Table):
+    def __init__(self, shares: int, clocks: int) -> None:
+        super().__init__(shares)
+        self._clocks = clocks
+
+    def _row(self, share: int) -> list[float]:
+        return [0.0] * self._clocks
+
+
+class _Times(Table):
+    """Times of one decode step, or of one prompt (`batch` 0), none below that of a higher clock.
+
+    The power cap makes some steps slower by a percent at a higher clock; the sweep counts on the order.
+    """
+
+    def __init__(self, lut: Lut, clocks_mhz: tuple[int, ...], tokens: float, batch: int) -> None:
+        super().__init__(len(lut.device.sm_sizes_pct))
+        self.lut, self.clocks_mhz, self.tokens, self.batch = lut, clocks_mhz, tokens, batch
+
+    def _row(self, share: int) -> list[float]:
+        lut, share_pct = self.lut, self.lut.device.sm_sizes_pct[share]
+        if self.batch:
+            row = lut.tbt_row_ms(self.clocks_mhz, share_pct, self.batch, self.tokens)
+        else:
+            row = lut.ttft_row_ms(self.clocks_mhz, share_pct, self.tokens)
+        return list(accumulate(row, max))
+
+
+class _Energies(Table):
+    """Energy above the device's static power of what takes these times; none without a meter."""
+
+    def __init__(self, times: _Times) -> None:
+        super().__init__(len(times.lut.device.sm_sizes_pct))
+        self._times = times
+
+    def _row(self, share: int) -> list[float]:
+        times, device = self._times, self._times.lut.device
+        if not device.has_meter:
+            return [0.0] * len(times.clocks_mhz)
+        share_pct, static_w = device.sm_sizes_pct[share], device.static_w
+        if times.batch:
+            row_w = times.lut.decode_row_w(times.clocks_mhz, share_pct, times.batch, times.tokens)
+        else:
+            row_w = times.lut.prefill_row_w(times.clocks_mhz, share_pct, times.tokens)
+        return [(power_w - static_w) * ms / 1e3 for power_w, ms in zip(row_w, times[share], strict=True)]
+
+
+class _Repeated(Table):
+    """Each number, or `least` if that is more, so many times."""
+
+    def __init__(self, shares: int, of: Table, times: float, least: float = -math.inf) -> None:
+        super().__init__(shares)
+        self._of, self._times, self._least = of, times, least
+
+    def _row(self, share: int) -> list[float]:
+        times, least = self._times, self._least
+        return [max(number, least) * times for number in self._of[share]]
+
+
+class _Sums(Table):
+    """The sum of several tables."""
+
+    def __init__(self, shares: int, of: Sequence[Table]) -> None:
+        super().__init__(shares)
+        self._of = of
+
+    def _row(self, share: int) -> list[float]:
+        total = self._of[0][share]
+        for table in self._of[1:]:
+            total = [before + more for before, more in zip(total, table[share], strict=True)]
+        return total
+
+
+class _Parts(Table):
+    """The largest part of any one's slack that the prefills up to it take, one after the other."""
+
+    def __init__(self, shares: int, prefills_ms: Sequence[Table], slacks_ms: Sequence[float]) -> None:
+        super().__init__(shares)
+        self._prefills_ms, self._slacks_ms = prefills_ms, slacks_ms
+
+    def _row(self, share: int) -> list[float]:
+        end_ms = self._prefills_ms[0][share]
+        slack_ms = self._slacks_ms[0]
+        parts = [ms / slack_ms for ms in end_ms]
+        for table, slack_ms in zip(self._prefills_ms[1:], self._slacks_ms[1:], strict=True):
+            end_ms = [before + ms for before, ms in zip(end_ms, table[share], strict=True)]
+            parts = [max(part, ms / slack_ms) for part, ms in zip(parts, end_ms, strict=True)]
+        return parts
 
 
 class Profile(NamedTuple):
@@ -72,13 +164,21 @@ class Profile(NamedTuple):
     budget_ms: float
     prefill_ms: Table
     slack_ms: float
-    work_ms: tuple[Table, ...]
-    dynamic_j: tuple[Table, ...]
+    work_ms: Sequence[Table]
+    dynamic_j: Sequence[Table]
 
 
 class _Phase(NamedTuple):
     """Time, and energy above static power, of one decode step or one prompt."""
 
+    ms: Table
+    dynamic_j: Table
+
+
+class _Decodes(NamedTuple):
+    """Time of one decode step; time, and energy above static power, of all of them."""
+
+    step_ms: Table
     ms: Table
     dynamic_j: Table
 
@@ -97,34 +197,33 @@ class Grid:
         self._lut = lut
         self._clocks_mhz = clocks_mhz
         self._shares_pct = lut.device.sm_sizes_pct
-        self._point = (np.asarray(clocks_mhz)[:, None], np.asarray(self._shares_pct)[None, :])
-        self._zeros = Table(np.zeros((len(self._shares_pct), len(clocks_mhz))))
-        self._prompts: dict[float, _Phase] = {}
-        self._steps: dict[tuple[int, float], _Phase] = {}
-        self._decodes: dict[tuple[float, ...], tuple[Table, Table]] = {}
+        self._shares = len(self._shares_pct)
+        self._zeros: Table = _Zeros(self._shares, len(clocks_mhz))
+        self._phases: dict[tuple[int, float], _Phase] = {}
+        self._decodes: dict[tuple[float, ...], _Decodes] = {}
         self._chunks_ms: dict[tuple[Any, ...], list[float]] = {}
 
     def profile(self, load: Load) -> Profile:
         """Return what a load takes."""
         step_ms = prefill_ms = self._zeros
-        work_ms: tuple[Table, ...] = ()
-        dynamic_j: tuple[Table, ...] = ()
         slack_ms = 1.0
+        work_ms: list[Table] = []
+        dynamic_j: list[Table] = []
         if load.decodes:
-            step = self._step(load.decodes, load.mean_context_tokens)
-            work, energy = self._all_steps(step, load)
-            step_ms, work_ms, dynamic_j = step.ms, (work,), (energy,)
+            step_ms, work, energy = self._all_steps(load)
+            work_ms.append(work)
+            dynamic_j.append(energy)
         if load.prefills:
             prefill_ms, slack_ms, work, energy = self._prefills(load.prefills)
-            work_ms, dynamic_j = (*work_ms, work), (*dynamic_j, energy)
-        none = (self._zeros,)
-        return Profile(
-            step_ms, load.decode_budget_ms, prefill_ms, slack_ms, work_ms or none, dynamic_j or none
-        )
+            work_ms.append(work)
+            dynamic_j.append(energy)
+        if not work_ms:
+            work_ms = dynamic_j = [self._zeros]
+        return Profile(step_ms, load.decode_budget_ms, prefill_ms, slack_ms, work_ms, dynamic_j)
 
     def prefill_ms(self, clock: int, share: int, tokens: float) -> float:
         """Return the time of a prefill at one point, given by its place among clocks and shares."""
-        return self._prompt(tokens).ms[share][clock]
+        return self._phase(0, tokens).ms[share][clock]
 
     def chunks_ms(self, clock: int, share: int, sizes: tuple[int, ...]) -> list[float]:
         """Return the times of prefills of several sizes at one point."""
@@ -137,59 +236,36 @@ class Grid:
 
     def _prefills(self, prefills: Sequence[tuple[float, float]]) -> tuple[Table, float, Table, Table]:
         """Return what prefills take, which an engine computes one after the other: as in `Profile`."""
-        tokens, slack_ms = prefills[0]
-        prompt = self._prompt(tokens)
         if len(prefills) == 1:
+            tokens, slack_ms = prefills[0]
+            prompt = self._phase(0, tokens)
             return prompt.ms, slack_ms, prompt.ms, prompt.dynamic_j
-        ms, dynamic_j = prompt.ms.numbers, prompt.dynamic_j.numbers
-        part = ms / slack_ms
-        for tokens, slack_ms in prefills[1:]:
-            prompt = self._prompt(tokens)
-            ms = ms + prompt.ms.numbers
-            part = np.maximum(part, ms / slack_ms)
-            dynamic_j = dynamic_j + prompt.dynamic_j.numbers
-        return Table(part), 1.0, Table(ms), Table(dynamic_j)
+        prompts = [self._phase(0, tokens) for tokens, _ in prefills]
+        each_ms: list[Table] = [prompt.ms for prompt in prompts]
+        part = _Parts(self._shares, each_ms, [slack_ms for _, slack_ms in prefills])
+        energy = _Sums(self._shares, [prompt.dynamic_j for prompt in prompts])
+        return part, 1.0, _Sums(self._shares, each_ms), energy
 
-    def _all_steps(self, step: _Phase, load: Load) -> tuple[Table, Table]:
-        """Return time and energy of all decode steps of a load."""
-        key = (load.decodes, load.mean_context_tokens, load.decode_steps, load.step_interval_ms)
+    def _all_steps(self, load: Load) -> _Decodes:
+        """Return one decode step of a load, and all of them."""
+        _, batch, context_tokens, _, steps, _, interval_ms = load
+        key = (batch, context_tokens, steps, interval_ms)
         known = self._decodes.get(key)
         if known is None:
-            steps = load.decode_steps
-            ms = np.maximum(step.ms.numbers, load.step_interval_ms) * steps
-            made = (Table(ms), Table(step.dynamic_j.numbers * steps))
+            step = self._phase(batch, context_tokens)
+            ms = _Repeated(self._shares, step.ms, steps, interval_ms)
+            made = _Decodes(step.ms, ms, _Repeated(self._shares, step.dynamic_j, steps))
             known = _keep(self._decodes, key, made)
         return known
 
-    def _prompt(self, tokens: float) -> _Phase:
-        known = self._prompts.get(tokens)
+    def _phase(self, batch: int, tokens: float) -> _Phase:
+        """Return a decode step of this batch and mean context, or the prefill of a prompt (`batch` 0)."""
+        key = (batch, tokens)
+        known = self._phases.get(key)
         if known is None:
-            at: Any = (*self._point, tokens)
-            asked = (self._lut.ttft_ms(*at), self._lut.prefill_power_w(*at))
-            known = _keep(self._prompts, tokens, self._phase(*asked))
+            ms = _Times(self._lut, self._clocks_mhz, tokens, batch)
+            known = _keep(self._phases, key, _Phase(ms, _Energies(ms)))
         return known
-
-    def _step(self, batch: int, mean_context_tokens: float) -> _Phase:
-        key = (batch, mean_context_tokens)
-        known = self._steps.get(key)
-        if known is None:
-            at: Any = (*self._point, *key)
-            asked = (self._lut.tbt_ms(*at), self._lut.decode_power_w(*at))
-            known = _keep(self._steps, key, self._phase(*asked))
-        return known
-
-    def _phase(self, ms: NDArray[Any], power_w: NDArray[Any]) -> _Phase:
-        """Return what the table says, with no time below that of a higher clock.
-
-        The power cap makes some steps slower by a percent at a higher clock; the sweep counts on the order.
-        """
-        ms = np.maximum.accumulate(ms)
-        ms = np.ascontiguousarray(ms.T)
-        device = self._lut.device
-        dynamic_j: NDArray[Any] = np.zeros(ms.shape)
-        if device.has_meter:
-            dynamic_j = (power_w.T - device.static_w) * ms / 1e3
-        return _Phase(Table(ms), Table(dynamic_j))
 
 
 def _keep(known: dict[Any, Any], key: Any, answer: Any) -> Any:

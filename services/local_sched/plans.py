@@ -15,7 +15,7 @@ from services.local_sched import batch, tune
 from services.local_sched.admission import score_of, since_ms
 from services.local_sched.divide import divider_of
 from services.local_sched.governed import governed
-from services.local_sched.grid import Grid, Load, coarse, grid_of
+from services.local_sched.grid import Grid, Load, Profile, coarse, grid_of
 from services.local_sched.loads import load_of, slack_ms
 from services.local_sched.state import Decision, Engine, State
 from shared.engine import SetClock, SetPlan
@@ -25,6 +25,7 @@ from shared.model import Plan
 from shared.slo import objectives_for
 
 CHUNK_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+STRICTEST = objectives_for(0)
 LEAST_RATE = 0.1
 """Part of its time that an engine is taken to have for prefills at least, however many decodes it has."""
 
@@ -56,7 +57,7 @@ def decide(state: State, now_ms: float) -> list[Action]:
         if point.least_share_pct != engine.least_share_pct:
             engine.least_share_pct, state.summary_due = point.least_share_pct, True
         chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
-        here = held.intersection(engine.running) | engine.frozen
+        here = held.intersection(engine.running) | engine.frozen if held else engine.frozen
         plan = Plan(
             plan_id=engine.plan.plan_id if engine.plan else 0,
             held=here,
@@ -90,7 +91,7 @@ def _decision(
     if last is not None and last[: len(asked)] == asked:
         profiles, found = last.profiles, last.found
     else:
-        profiles = [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
+        profiles = _profiles(last, models, clocks_mhz, loads)
         found = []
         if not awaited:
             found = tune.sweep(
@@ -111,6 +112,19 @@ def _decision(
         min_gain=settings.clock_min_gain,
     )
     return Decision(*asked, profiles, found, chosen)
+
+
+def _profiles(
+    last: Decision | None, models: tuple[str, ...], clocks_mhz: tuple[int, ...], loads: Sequence[Load]
+) -> list[Profile]:
+    """Return what the loads take: with the same to do as at the last decision, what was found then."""
+    if last is None or last.models != models or last.clocks_mhz != clocks_mhz:
+        return [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
+    before = zip(loads, last.loads, last.profiles, strict=True)
+    return [
+        profile if load == then else grid_of(load.lut, clocks_mhz).profile(load)
+        for load, then, profile in before
+    ]
 
 
 def _clocks(state: State, now_ms: float, lut: Lut) -> tuple[int, ...]:
@@ -260,7 +274,7 @@ def _chunk_tokens(state: State, engine: Engine, load: Load, point: Point, turns:
 
 def _chunk_ms(state: State, engine: Engine) -> float:
     """Return how long a chunk may take; so much later than its time may a turn come, and again, end."""
-    objectives = engine.spec.objectives or objectives_for(0)
+    objectives = engine.spec.objectives or STRICTEST
     return state.settings.chunk_part * objectives.ttft_ms
 
 

@@ -10,9 +10,7 @@ energy. Energy decides. Clocks are named by their places, from the highest down.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from services.local_sched.divide import Division, divider_of, proportional
 from services.local_sched.grid import Grid, Profile
@@ -179,16 +177,22 @@ def _stretch(
     if end <= start:
         return []
     j_per_ms /= min(division.bandwidth, division.compute)
-    longest_ms: Any = None
-    total_j: Any = 0.0
+    rows_ms: list[list[list[float]]] = []
+    rows_j: list[list[float]] = []
     for profile, place in zip(profiles, places, strict=True):
-        ms: Any = 0.0
-        for table in profile.work_ms:
-            ms = ms + table.numbers[place, start:end]
-        longest_ms = ms if longest_ms is None else np.maximum(longest_ms, ms)
-        for table in profile.dynamic_j:
-            total_j = total_j + table.numbers[place, start:end]
-    energies_j = (j_per_ms * longest_ms + total_j).tolist()
+        rows_ms.append([table[place] for table in profile.work_ms])
+        rows_j += [table[place] for table in profile.dynamic_j]
+    energies_j: list[float] = []
+    for clock in range(start, end):
+        longest_ms = total_j = 0.0
+        for rows in rows_ms:
+            ms = 0.0
+            for row in rows:
+                ms += row[clock]
+            longest_ms = max(longest_ms, ms)
+        for row in rows_j:
+            total_j += row[clock]
+        energies_j.append(j_per_ms * longest_ms + total_j)
     return [Stretch(division.shares_pct, least.shares_pct, start, energies_j)]
 
 

@@ -15,7 +15,6 @@ once.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -106,6 +105,7 @@ class Grid:
         self._clocks, self._shares, self._x, *rest = map(_axis, axes, rows)
         self._y = rest[0] if rest else None
         self._corners: dict[tuple[float, float], list[tuple[int, float]]] = {}
+        self._row_corners: dict[tuple[tuple[int, ...], int], list[list[tuple[int, float]]]] = {}
         self._sweeps: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
         self._terms = 2 if self._y is None else 4
         self._pair_rows = math.prod(cells)
@@ -120,33 +120,28 @@ class Grid:
             if isinstance(coordinate, np.ndarray):
                 return self._many(clock, share, x, y)
         corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
-        return self._value(corners, self._cell(x, y), x, y)
+        return self._value(corners, self._cell(x, y), float(x), 0.0 if y is None else float(y))
 
-    def row(self, clocks: Sequence[float], share: float, x: float, y: float = 0.0) -> list[float]:
+    def row(self, clocks: tuple[int, ...], share: int, x: float, y: float = 0.0) -> list[float]:
         """Return the values at several clocks, all else equal."""
-        cell = self._cell(x, y)
-        row = []
-        for clock in clocks:
-            corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
-            row.append(self._value(corners, cell, x, y))
-        return row
+        known = self._row_corners.get((clocks, share)) or self._find_row(clocks, share)
+        cell, x, y = self._cell(x, y), float(x), float(y)
+        return [self._value(corners, cell, x, y) for corners in known]
 
     def _cell(self, x: Any, y: Any) -> int:
         """Return where the coefficients of the cell of a point begin, among the rows of a pair."""
         cell: int = self._x.cell_row(x)
         return cell if self._y is None else cell + int(self._y.cell_row(y))
 
-    def _value(self, corners: list[tuple[int, float]], cell: int, x: Any, y: Any) -> Any:
+    def _value(self, corners: list[tuple[int, float]], cell: int, x: float, y: float) -> float:
         """Return the value at a point in this cell, given the points of clock and share around it."""
         read, total = self._read, 0.0
-        if self._y is None:
-            for row, weight in corners:
-                i = 2 * (row + cell)
-                total += weight * (read[i] + read[i + 1] * x)
-            return total
         for row, weight in corners:
-            i = 4 * (row + cell)
-            total += weight * (read[i] + read[i + 1] * x + (read[i + 2] + read[i + 3] * x) * y)
+            i = self._terms * (row + cell)
+            value: float = read[i] + read[i + 1] * x
+            if self._terms == 4:
+                value += (read[i + 2] + read[i + 3] * x) * y
+            total += weight * value
         return total
 
     def _make(self, pairs: list[Any], whole: bool = False) -> None:
@@ -186,6 +181,15 @@ class Grid:
             self._corners.clear()
         self._corners[clock, share] = corners
         return corners
+
+    def _find_row(self, clocks: tuple[int, ...], share: int) -> list[list[tuple[int, float]]]:
+        """Return (first row, weight) of the points around each clock and a share, and remember them."""
+        sides = [pair for clock in clocks for pair, _ in self._clocks.sides(clock)]
+        self._make([pair + other for pair in sides for other, _ in self._shares.sides(share)])
+        if len(self._row_corners) >= CORNERS_KEPT:
+            self._row_corners.clear()
+        known = self._row_corners[clocks, share] = [self._find_corners(clock, share) for clock in clocks]
+        return known
 
     def _many(self, clock: Any, share: Any, x: Any, y: Any) -> NDArray[Any]:
         """The same for arrays, and for numbers among them."""

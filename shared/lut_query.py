@@ -6,7 +6,6 @@ engines slow each other as `silicon.contention` says. MHz, percent of the SMs, m
 """
 
 import math
-from collections.abc import Sequence
 from copy import copy
 from typing import Any, overload
 
@@ -115,7 +114,7 @@ class Lut:
         return ms
 
     def _row_if_runnable(
-        self, clocks_mhz: Sequence[int], sm_share_pct: int, row_ms: list[float]
+        self, clocks_mhz: tuple[int, ...], sm_share_pct: int, row_ms: list[float]
     ) -> list[float]:
         """The same for a row of times."""
         if sm_share_pct < self.device.sm_size_min_pct:
@@ -179,24 +178,26 @@ class Lut:
         """Power of the device while it decodes this batch and nothing else."""
         return self._decode_w(sm_clock_mhz, sm_share_pct, batch, mean_context_tokens)
 
-    def ttft_row_ms(self, clocks_mhz: Sequence[int], sm_share_pct: int, input_tokens: float) -> list[float]:
+    def ttft_row_ms(self, clocks_mhz: tuple[int, ...], sm_share_pct: int, input_tokens: float) -> list[float]:
         """`ttft_ms` at several clocks, in plain floats: for few, faster than arrays. Inf if not measured."""
         row = self._prefill_ms.row(clocks_mhz, sm_share_pct, input_tokens)
         return self._row_if_runnable(clocks_mhz, sm_share_pct, row)
 
     def tbt_row_ms(
-        self, clocks_mhz: Sequence[int], sm_share_pct: int, batch: float, mean_context_tokens: float
+        self, clocks_mhz: tuple[int, ...], sm_share_pct: int, batch: float, mean_context_tokens: float
     ) -> list[float]:
         """`tbt_ms` at several clocks, likewise."""
         row = self._decode_ms.row(clocks_mhz, sm_share_pct, batch, mean_context_tokens)
         return self._row_if_runnable(clocks_mhz, sm_share_pct, row)
 
-    def prefill_row_w(self, clocks_mhz: Sequence[int], sm_share_pct: int, input_tokens: float) -> list[float]:
+    def prefill_row_w(
+        self, clocks_mhz: tuple[int, ...], sm_share_pct: int, input_tokens: float
+    ) -> list[float]:
         """`prefill_power_w` at several clocks, likewise."""
         return self._prefill_w.row(clocks_mhz, sm_share_pct, input_tokens)
 
     def decode_row_w(
-        self, clocks_mhz: Sequence[int], sm_share_pct: int, batch: float, mean_context_tokens: float
+        self, clocks_mhz: tuple[int, ...], sm_share_pct: int, batch: float, mean_context_tokens: float
     ) -> list[float]:
         """`decode_power_w` at several clocks, likewise."""
         return self._decode_w.row(clocks_mhz, sm_share_pct, batch, mean_context_tokens)

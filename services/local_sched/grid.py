@@ -17,6 +17,8 @@ import numpy as np
 
 from shared.lut import Lut
 
+CHUNK_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Sizes that a chunk of prefill may have."""
 KEPT = 1024
 """Answers of a kind that a grid remembers; then it starts anew."""
 
@@ -201,7 +203,7 @@ class Grid:
         self._zeros: Table = _Zeros(self._shares, len(clocks_mhz))
         self._phases: dict[tuple[int, float], _Phase] = {}
         self._decodes: dict[tuple[float, ...], _Decodes] = {}
-        self._chunks_ms: dict[tuple[Any, ...], list[float]] = {}
+        self._chunks_ms: dict[tuple[int, int], list[float]] = {}
 
     def profile(self, load: Load) -> Profile:
         """Return what a load takes."""
@@ -225,12 +227,12 @@ class Grid:
         """Return the time of a prefill at one point, given by its place among clocks and shares."""
         return self._phase(0, tokens).ms[share][clock]
 
-    def chunks_ms(self, clock: int, share: int, sizes: tuple[int, ...]) -> list[float]:
-        """Return the times of prefills of several sizes at one point."""
-        key = (clock, share, sizes)
+    def chunks_ms(self, clock: int, share: int) -> list[float]:
+        """Return the times of prefills of `CHUNK_TOKENS` at one point."""
+        key = (clock, share)
         known = self._chunks_ms.get(key)
         if known is None:
-            at = (self._clocks_mhz[clock], self._shares_pct[share], np.asarray(sizes))
+            at = (self._clocks_mhz[clock], self._shares_pct[share], np.asarray(CHUNK_TOKENS))
             known = _keep(self._chunks_ms, key, self._lut.ttft_ms(*at).tolist())
         return known
 

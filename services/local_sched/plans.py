@@ -24,7 +24,6 @@ from shared.lut import Lut
 from shared.model import Plan
 from shared.slo import objectives_for
 
-CHUNK_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 STRICTEST = objectives_for(0)
 LEAST_RATE = 0.1
 """Part of its time that an engine is taken to have for prefills at least, however many decodes it has."""
@@ -178,22 +177,34 @@ class Point(NamedTuple):
 def _points(state: State, decision: Decision) -> list[Point]:
     """Return where each engine runs by a decision."""
     device, clocks_mhz, profiles = state.device, decision.clocks_mhz, decision.profiles
-    sizes_pct = device.sm_sizes_pct
-    if decision.chosen is not None:
-        sm_clock_mhz, shares_pct, _ = decision.chosen
-        clock = clocks_mhz.index(sm_clock_mhz)
-        least_pct = next(s.least_pct for s in decision.found if s.first <= clock < s.end)
+    sizes_pct, chosen, clock = device.sm_sizes_pct, decision.chosen, 0
+    least_pct: tuple[int | None, ...] = ()
+    if chosen is None:
+        chosen = tune.fallback(device, profiles, clocks_mhz)
+        least_pct = tune.least_shares(device, profiles, 0)
     else:
-        sm_clock_mhz, shares_pct, _ = tune.fallback(device, profiles, clocks_mhz)
-        clock, least_pct = 0, tune.least_shares(device, profiles, 0)
-    places = tuple([sizes_pct.index(share or sizes_pct[-1]) for share in shares_pct])
+        clock = clocks_mhz.index(chosen.sm_clock_mhz)
+        for stretch in decision.found:
+            if stretch.first <= clock < stretch.end:
+                least_pct = stretch.least_pct
+                break
+    places = tuple([sizes_pct.index(share or sizes_pct[-1]) for share in chosen.shares_pct])
     division = divider_of(device)(places)
     points = []
     for load, profile, place, least in zip(decision.loads, profiles, places, least_pct, strict=True):
         share_pct = sizes_pct[place]
-        step_ms = profile.step_ms[place][clock] / division.bandwidth
-        of_engine = (share_pct, least or share_pct, step_ms, division.compute)
-        points.append(Point(grid_of(load.lut, clocks_mhz), clock, place, sm_clock_mhz, *of_engine))
+        points.append(
+            Point(
+                grid_of(load.lut, clocks_mhz),
+                clock,
+                place,
+                chosen.sm_clock_mhz,
+                share_pct,
+                least or share_pct,
+                profile.step_ms[place][clock] / division.bandwidth,
+                division.compute,
+            )
+        )
     return points
 
 
@@ -269,7 +280,7 @@ def _chunk_tokens(state: State, engine: Engine, load: Load, point: Point, turns:
         room_ms = min(room_ms, load.decode_budget_ms - point.step_ms)
     if turns and turns[0].latency_ms <= turns[0].slack_ms:
         room_ms = min(room_ms, turns[0].slack_ms)
-    return tune.largest_chunk(point.grid, point.clock, point.share, room_ms, point.compute, CHUNK_TOKENS)
+    return tune.largest_chunk(point.grid, point.clock, point.share, room_ms, point.compute)
 
 
 def _chunk_ms(state: State, engine: Engine) -> float:

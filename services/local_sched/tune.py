@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from services.local_sched.divide import Division, divider_of, proportional
-from services.local_sched.grid import Grid, Profile
+from services.local_sched.grid import CHUNK_TOKENS, Grid, Profile
 from shared.devices import Device
 
 
@@ -259,12 +259,10 @@ def shares_by_need(device: Device, profiles: Sequence[Profile]) -> tuple[int, ..
     return proportional(needs, device.sm_sizes_pct)
 
 
-def largest_chunk(
-    grid: Grid, clock: int, share: int, room_ms: float, compute_scale: float, sizes: tuple[int, ...]
-) -> int:
-    """Return the largest prefill chunk, of ascending `sizes`, that adds at most `room_ms` to a decode step.
+def largest_chunk(grid: Grid, clock: int, share: int, room_ms: float, compute_scale: float) -> int:
+    """Return the largest prefill chunk that adds at most `room_ms` to a decode step.
 
     The smallest is returned even if it does not fit: a prefill must get on.
     """
-    fitting = bisect_right(grid.chunks_ms(clock, share, sizes), room_ms * compute_scale)
-    return sizes[max(0, fitting - 1)]
+    fitting = bisect_right(grid.chunks_ms(clock, share), room_ms * compute_scale)
+    return CHUNK_TOKENS[max(0, fitting - 1)]

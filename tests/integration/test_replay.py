@@ -43,7 +43,7 @@ def test_every_service_does_again_what_it_did(recordings: Path) -> None:
 def test_another_core_is_found_out(recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from services.local_sched import plans
 
-    monkeypatch.setattr(plans, "CHUNK_TOKENS", (64,))
+    monkeypatch.setattr(plans.tune, "largest_chunk", lambda *at: 64)
     path = max(recordings.glob("local_sched.*.rec"), key=lambda found: found.stat().st_size)
     with pytest.raises(Differs, match="SetPlan"):
         replay(path)

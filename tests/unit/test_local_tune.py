@@ -6,7 +6,7 @@ import pytest
 
 from services.local_sched import tune
 from services.local_sched.divide import proportional
-from services.local_sched.grid import Load, coarse, grid_of
+from services.local_sched.grid import CHUNK_TOKENS, Load, coarse, grid_of
 from services.local_sched.tune import Candidate, choose
 from shared.catalog import emulated_models
 from shared.devices import DEVICES
@@ -133,8 +133,8 @@ def test_without_a_meter_the_fastest_wins():
 
 
 def test_chunks_shrink_with_the_room_that_decodes_leave():
-    sizes, grid = (256, 512, 1024, 2048), grid_of(LUT, CLOCKS)
+    grid = grid_of(LUT, CLOCKS)
     for room_ms in (-1.0, 10.0, 40.0, 1e6):
-        chunk = tune.largest_chunk(grid, 0, len(H100.sm_sizes_pct) - 1, room_ms, 1.0, sizes)
-        fitting = [size for size in sizes if LUT.ttft_ms(1635, 100, size) <= room_ms]
+        chunk = tune.largest_chunk(grid, 0, len(H100.sm_sizes_pct) - 1, room_ms, 1.0)
+        fitting = [size for size in CHUNK_TOKENS if LUT.ttft_ms(1635, 100, size) <= room_ms]
         assert chunk == max(fitting, default=256)

@@ -91,11 +91,9 @@ def sim(
     if plot is not None:
         figures.check_plottable(plot)
     models = pool_models(llms)
-    load = _load(workload, models, rps, minutes, seed, clients)
+    load = load_workload(workload, models, rps, minutes, seed, clients)
     span_ms = (
-        load.arrivals[-1].at_ms + 1.0
-        if minutes is None and _is_file(workload)
-        else (minutes or MINUTES) * 6e4
+        load.arrivals[-1].at_ms + 1.0 if minutes is None and is_file(workload) else (minutes or MINUTES) * 6e4
     )
     scenario = Scenario(
         models=models,
@@ -217,23 +215,28 @@ def _fields(value: object) -> object:
     return [_fields(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _is_file(workload: str) -> bool:
+def is_file(workload: str) -> bool:
+    """Say whether a workload's name is that of a file."""
     return workload.endswith((".csv", ".csv.gz")) or "/" in workload
 
 
-def _load(
+def load_workload(
     workload: str,
     models: "Sequence[ModelSpec]",
     rps: float | None,
     minutes: float | None,
     seed: int,
     clients: Path | None,
+    made_minutes: float = MINUTES,
 ) -> "Workload":
-    """Make the workload, or replay the file, that the command line names."""
+    """Make the workload, or replay the file, that the command line names.
+
+    `made_minutes` long if it is made and `minutes` is not said.
+    """
     from sim import traces
     from sim.workload import SERVEGEN, generate, replay
 
-    if _is_file(workload):
+    if is_file(workload):
         rows = traces.read_trace(Path(workload))
         return replay(rows, models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
     wanted = traces.read_clients(clients or traces.SERVEGEN_HOUR) if workload == SERVEGEN else ()
@@ -241,7 +244,7 @@ def _load(
         workload,
         models=models,
         rps_per_llm=1.0 if rps is None else rps,
-        minutes=MINUTES if minutes is None else minutes,
+        minutes=made_minutes if minutes is None else minutes,
         seed=seed,
         clients=wanted,
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from shared.devices import Device
+from sim.bound import Bound
 from sim.plan import Plan, Range
 from sim.report import Report
 from sim.tasks import Case
@@ -37,6 +38,26 @@ def summary(numbers: Report, device: Device, title: str, span_ms: float) -> Tabl
     moved = f"{numbers.loads}, {numbers.migrations}, {numbers.clock_switches}"
     table.add_row("loads, migrations, clock switches", moved)
     table.add_row("took", f"{numbers.wall_s:.1f} s; trace {numbers.trace_hash[:12]}")
+    return table
+
+
+def least(answer: Bound, device: Device, title: str) -> Table:
+    """Return the least energy of a setting as a table."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    seconds, tokens = answer.span_ms / 1000, max(1, answer.output_tokens)
+    table.add_row("requests, output tokens", f"{answer.requests:,}, {answer.output_tokens:,}")
+    if answer.energy_j is None:
+        table.add_row("cannot be served", "these GPUs have too little memory or speed, whatever the policy")
+    else:
+        idle_w = {"cold": device.static_w, "warm": device.context_idle_w, "off": 0.0}
+        for accounting, watts in idle_w.items():
+            joules = getattr(answer.energy_j, accounting)
+            said = f"{joules / seconds:,.0f} W, {joules / tokens:.4f} J per token"
+            table.add_row(f"unused GPUs {accounting} ({watts:g} W)", said)
+        table.add_row("GPUs on, empty ones off", _number(answer.gpus, "{:.2f}"))
+        table.add_row("SM clock, likewise", _number(answer.clock_mhz, "{:.0f} MHz"))
+        table.add_row("between steps, likewise", _number(answer.step_interval_ms, "{:.0f} ms"))
+    table.add_row("KV memory if steps wait for TBT", f"{answer.kv_bytes / 1e9:,.0f} GB")
     return table
 
 

@@ -71,6 +71,7 @@ SHELL_FILES = {
     "services/migrator/weight_files.py",
     "sim/cli.py",
     "sim/collector.py",
+    "sim/compare_cli.py",
     "sim/figures.py",
     "sim/consolidate_check.py",
     "sim/live_check.py",

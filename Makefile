@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check gpu-check sim-soak lint compiled bench clean
+.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check gpu-check sim-soak paper lint compiled bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,10 @@ live-check: setup  ## a live emulated pool beside the simulator, and beside fixe
 
 consolidate-check: setup  ## a live emulated pool at full load, a tenth, full again, beside one that never consolidates: 2 x 6 minutes
 	$(BIN)/python -m sim.consolidate_check --minutes $(or $(MINUTES),6)
+
+paper: setup  ## the paper's evaluation beside its numbers: build/paper/index.html, an hour (FULL=1: 16; FIGURE=fig10: one of them)
+	@if command -v gcc > /dev/null; then $(MAKE) --silent compiled; else echo "no gcc, so cells are played interpreted: half again as long"; fi
+	$(BIN)/festina paper $(FIGURE) $(if $(FULL),--full)
 
 .env:  ## compose's environment, with passwords made up at random
 	@umask 077; $(PYTHON) -c 'import re, secrets, sys; print(re.sub("(?m)=change-me$$", lambda _: "=" + secrets.token_hex(16), sys.stdin.read()), end="")' < deploy/env.example > $@

@@ -13,6 +13,8 @@ import msgspec
 from shared.errors import ConfigError
 from shared.model import ModelSpec, Struct
 
+RANKED = 32  # models that every device holds
+
 
 class CatalogEntry(Struct):
     """One line of `catalog.json`. `festina_rank` is None for models outside the ranked sets."""
@@ -55,3 +57,13 @@ def emulated_models(count: int = 16) -> tuple[ModelSpec, ...]:
     if not 0 <= count <= len(entries()):
         raise ConfigError(f"asked for {count} emulated models; choose 0 to {len(entries())}")
     return tuple(entry.spec() for entry in entries()[:count])
+
+
+def pool_models(count: int) -> tuple[ModelSpec, ...]:
+    """Return `count` models by rank; past the ranked ones, copies of them under other names."""
+    ranked = emulated_models(min(count, RANKED))
+    copies = [
+        msgspec.structs.replace(ranked[i % RANKED], name=f"{ranked[i % RANKED].name} ({i // RANKED + 1})")
+        for i in range(RANKED, count)
+    ]
+    return (*ranked, *copies)

@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from shared.catalog import pool_models
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:  # the simulator is imported when it runs, so that other commands start fast
@@ -27,7 +28,6 @@ if TYPE_CHECKING:  # the simulator is imported when it runs, so that other comma
     from shared.model import ModelSpec
     from sim.workload import Workload
 
-RANKED = 32  # models of the catalog that every device holds; more are copies of them
 MINUTES = 10.0  # of a made workload
 BUDGET_S = 45.0  # of a plan: with what starts and ends it, under a minute
 PREDICTORS = ("live", "oracle", "paper", "measured")
@@ -87,7 +87,7 @@ def sim(
 
     settings = under(system, FAST)
     device = planned_device(gpu_type)
-    _check(predictor, default_clock, device)
+    check(predictor, default_clock, device)
     if plot is not None:
         figures.check_plottable(plot)
     models = pool_models(llms)
@@ -105,7 +105,7 @@ def sim(
         predictor=predictor,
         settings=settings,
     )
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task(f"simulating {len(load.arrivals):,} requests", total=1.0)
         started_s = time.monotonic()
         with collecting_rarely():
@@ -161,14 +161,14 @@ def plan(
     from sim.workload import replay
 
     device = planned_device(gpu_type)
-    _check(predictor, None, device)
+    check(predictor, None, device)
     counts = gpu_counts(gpus)
     models = pool_models(llms)
     load = replay(read_trace(trace), models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
     base = Case(models=models, arrivals=load.arrivals, gpus=1, device=device, seed=seed, predictor=predictor)
     said = f"planning for {len(load.arrivals):,} requests"
     budget = budget_s or math.inf
-    with _progress() as bar, Workers(bar, said, budget) as workers:
+    with progress() as bar, Workers(bar, said, budget) as workers:
         answer = find(base, counts, target, workers.play, budget, workers.left_s)
     if as_json:
         print_json(answer)
@@ -176,18 +176,6 @@ def plan(
         return
     for part in (*tables.planned(answer, base, price), tables.said(load)):
         Console().print(part)
-
-
-def pool_models(count: int) -> "tuple[ModelSpec, ...]":
-    """Return `count` models of the catalog, by rank; past the ranked ones, copies under other names."""
-    from shared.catalog import emulated_models
-
-    ranked = emulated_models(min(count, RANKED))
-    copies = [
-        msgspec.structs.replace(ranked[i % RANKED], name=f"{ranked[i % RANKED].name} ({i // RANKED + 1})")
-        for i in range(RANKED, count)
-    ]
-    return (*ranked, *copies)
 
 
 def gpu_counts(text: str) -> list[int]:
@@ -258,7 +246,8 @@ def _say(load: "Workload") -> None:
         errors.print(said, soft_wrap=True)
 
 
-def _check(predictor: str, default_clock: int | None, device: "Device") -> None:
+def check(predictor: str, default_clock: int | None, device: "Device") -> None:
+    """Raise ConfigError for a predictor or a default clock that there is not."""
     if predictor not in PREDICTORS:
         raise ConfigError(f"no predictor is called {predictor!r}; there are: {', '.join(PREDICTORS)}")
     if default_clock is not None:
@@ -266,7 +255,7 @@ def _check(predictor: str, default_clock: int | None, device: "Device") -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress() -> Iterator[Progress]:
     """Show progress on stderr, so that stdout stays what was asked for."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from services.consolidator.capacity import best_fit_decreasing
 from services.consolidator.settings import ConsolidatorSettings
+from shared.catalog import pool_models
 from shared.devices import device_for
 from shared.model import ModelSpec
-from sim.cli import pool_models
 from sim.figures import check_plottable
 from sim.live_check import GPU_TYPE, OUTPUT, answered, progress_bar, teller
 from sim.live_plot import plot_active

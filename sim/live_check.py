@@ -20,10 +20,10 @@ from rich.table import Table
 
 from services.local_sched.made_up import VocabSlice, answer
 from services.local_sched.settings import LocalSettings
+from shared.catalog import pool_models
 from shared.devices import device_for
 from shared.model import ModelSpec, Request
 from shared.slo import objectives_for
-from sim.cli import pool_models
 from sim.figures import check_plottable
 from sim.live_plot import plot
 from sim.live_pool import ENDS_S, TAIL_S, Live, live_run, prompt_of

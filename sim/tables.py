@@ -6,6 +6,7 @@ from rich.table import Table
 
 from shared.devices import Device
 from sim.bound import Bound
+from sim.page import Sheet
 from sim.plan import Plan, Range
 from sim.report import Report
 from sim.tasks import Case
@@ -58,6 +59,16 @@ def least(answer: Bound, device: Device, title: str) -> Table:
         table.add_row("SM clock, likewise", _number(answer.clock_mhz, "{:.0f} MHz"))
         table.add_row("between steps, likewise", _number(answer.step_interval_ms, "{:.0f} ms"))
     table.add_row("KV memory if steps wait for TBT", f"{answer.kv_bytes / 1e9:,.0f} GB")
+    return table
+
+
+def of_sheet(sheet: Sheet, title: str, columns: int) -> Table:
+    """Return the first columns of a document's table for the terminal."""
+    table = Table(title=f"{title}; {sheet.title}", title_justify="left")
+    for name in sheet.header[:columns]:
+        table.add_column(name, no_wrap=True)
+    for row in sheet.rows:
+        table.add_row(*row[:columns])
     return table
 
 

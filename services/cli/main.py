@@ -22,7 +22,7 @@ from services.cli.doctor import doctor
 from services.cli.lut import lut_app
 from shared.errors import FestinaError
 from sim import cli as sim_cli
-from sim import compare_cli
+from sim import compare_cli, paper_cli
 
 app = typer.Typer(
     name="festina",
@@ -44,7 +44,9 @@ app.add_typer(tenants_app, name="tenants")
 app.command()(profile.profile)
 app.command()(sim_cli.sim)
 app.command()(sim_cli.plan)
+app.command()(compare_cli.compare)
 app.command()(compare_cli.bound)
+app.command()(paper_cli.paper)
 app.command()(explain.explain)
 app.command()(doctor)
 

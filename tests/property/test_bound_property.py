@@ -2,10 +2,10 @@
 
 import pytest
 
+from shared.catalog import pool_models
 from shared.devices import device_for
 from shared.systems import SYSTEMS
 from sim.bound import bound
-from sim.cli import pool_models
 from sim.report import report, request_met
 from sim.scenario import FAST, Scenario
 from sim.systems import under

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.main import app
+from shared.catalog import pool_models
 from shared.errors import FestinaError
 from sim import cli, tables
 from sim.workload import Workload
@@ -103,7 +104,7 @@ def test_plan_answers_for_a_trace(tmp_path: Path) -> None:
 
 
 def test_models_past_the_ranked_ones_are_copies_under_other_names() -> None:
-    models = cli.pool_models(70)
+    models = pool_models(70)
     assert len({m.name for m in models}) == 70
     assert models[32].name == f"{models[0].name} (2)" and models[64].name == f"{models[0].name} (3)"
     assert models[32].weight_bytes == models[0].weight_bytes

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shared.catalog import emulated_models
+from shared.catalog import emulated_models, pool_models
 from shared.errors import ConfigError
 from shared.model import ModelSpec
-from sim.cli import pool_models
 from sim.lengths import SHAREGPT, SHAREGPT_FIRST_TURN, SHAREGPT_GPT4, Lengths, Quantiles
 from sim.workload import (
     MOST_TOKENS,

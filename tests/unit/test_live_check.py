@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shared.catalog import pool_models
 from shared.model import Objectives
-from sim.cli import pool_models
 from sim.consolidate_check import bound, outcome
 from sim.live_check import answered, compared, figures, savings
 from sim.live_plot import plot

@@ -61,7 +61,7 @@ def show_clocks(results: Results, scale: Scale) -> Section:
 
 def _slack(models: tuple[str, ...], scale: Scale) -> list[Cell]:
     base = Cell(
-        system="", workload="sharegpt", models=models, rps=1.0, gpus=2, minutes=max(1.5, scale.minutes)
+        system="", workload="sharegpt", models=models, rps=0.5, gpus=2, minutes=max(1.5, scale.minutes)
     )
     return [_clocked(system, base) for system in SHARED]
 
@@ -134,7 +134,7 @@ def _shown_slack(played: Sequence[Played], name: str, title: str, least: dict[st
         pictures=(svg(figure),),
         sheets=(claims(told), Sheet(header, tuple(lines))),
         notes=(
-            f"Three models on two GPUs at 1 request/s each (their weights do not fit on one), GPUs at"
+            f"Three models on two GPUs at 0.5 requests/s each (their weights do not fit on one), GPUs at"
             f" {DEFAULT_MHZ}"
             f" MHz. A request's latency is the worse of TTFT and mean TBT over its objective; the"
             f" worst point is of"

@@ -93,7 +93,7 @@ def claim(what: str, paper: float, ours: Spread | float | None, unit: str = "", 
     if ours is None:
         return Claim(what, f"{paper:g}{unit}", "-", "cannot be said")
     value = ours.mean if isinstance(ours, Spread) else ours
-    text = str(ours) if isinstance(ours, Spread) else f"{value:.3g}"
+    text = str(ours) if isinstance(ours, Spread) else f"{value:.4g}"
     if unit in (" points", " %"):
         off, told = value - paper, f"{value - paper:+.1f}{unit}"
     else:

@@ -228,6 +228,7 @@ class GpuSummary(Struct):
         kv_pool_bytes: KV pool that each further engine takes at once; 0 if KV memory is shared.
         asleep: models whose engines wait here, unloaded, with their weights in host memory.
         fixed_share_pct: the SM share that every engine has, whatever runs beside it; 0: shares are planned.
+        switches: its models take turns, so that it can be given more than its memory holds.
     """
 
     gpu: str
@@ -248,6 +249,7 @@ class GpuSummary(Struct):
     kv_pool_bytes: int = 0
     asleep: tuple[str, ...] = ()
     fixed_share_pct: int = 0
+    switches: bool = False
 
 
 class HostAddress(Struct):

@@ -78,6 +78,31 @@ SYSTEMS: dict[str, System] = {
         "apart",
         *("yes", "yes", "yes", "yes"),
     ),
+    "serverlessllm": System(
+        "ServerlessLLM: a GPU for one model at a time, until its requests have ended",
+        *("where-loaded", "until-done", "none"),
+        *("no", "partial", "no", "no"),
+    ),
+    "serverlessllm-shared": System(
+        "ServerlessLLM, generous: a GPU's time for all models that fit into it together",
+        *("where-loaded", "while-they-fit", "none"),
+        *("yes", "partial", "no", "no"),
+    ),
+    "aegaeon": System(
+        "Aegaeon: models change between tokens, prompts and decodes on different GPUs",
+        *("joins-group", "tokens", "apart-in-turns"),
+        *("yes", "yes", "no", "partial"),
+    ),
+    "aegvoltana": System(
+        "Aegaeon with VoltanaLLM's EcoFreq per GPU",
+        *("joins-group", "tokens-ecofreq", "apart-in-turns"),
+        *("yes", "yes", "yes", "yes"),
+    ),
+    "prism": System(
+        "Prism, co-located: models by the pressure on KV memory, prompts by slack",
+        *("least-loaded", "slack-first", "kv-pressure"),
+        *("yes", "partial", "no", "no"),
+    ),
     "muxserve": System(
         "MuxServe: SM shares and placement made offline",
         *("static", "static-shares", "none"),

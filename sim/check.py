@@ -82,13 +82,14 @@ class Checks:
         complain = self._world.complain
         if before is not None and placement.version < before.version:
             complain(f"{node.ident}: placement {placement.version} after {before.version}", node.ident)
+        turns = self._world.scenario.settings.local.switching != "off"
         placed: dict[str, list[str]] = {}
         for instance in placement.instances:
             for gpu in instance.gpus:
                 placed.setdefault(gpu, []).append(instance.model)
         for gpu, models in placed.items():
             weight_bytes = sum(self._weights.get(model, 0) for model in models)
-            if len(set(models)) < len(models) or weight_bytes > self._world.total_bytes:
+            if len(set(models)) < len(models) or (weight_bytes > self._world.total_bytes and not turns):
                 complain(f"{node.ident} places {models}, {weight_bytes} bytes, on {gpu}", node.ident, gpu)
 
     def _shares(self, node: GpuNode, state: State) -> None:

@@ -145,7 +145,8 @@ class Cluster:
             if engine is not None and engine.state == "loading":
                 return True
             if engine is None and gpu in self.summaries:
-                return self.need_bytes(gpu, model) <= self.free_bytes(gpu, self.loaded_on(gpu))
+                loaded = self.loaded_on(gpu)
+                return self.switches(gpu) or self.need_bytes(gpu, model) <= self.free_bytes(gpu, loaded)
         return False
 
     # ---- how soon a model can run
@@ -205,6 +206,11 @@ class Cluster:
 
     # ---- memory
 
+    def switches(self, gpu: str) -> bool:
+        """Say whether models take turns on a GPU: it can have all of them, whatever its memory."""
+        summary = self.summaries.get(gpu)
+        return summary is not None and summary.switches
+
     def need_bytes(self, gpu: str, model: str) -> int:
         """Return the bytes a model takes on a GPU; one never heard of counts as none.
 
@@ -227,9 +233,14 @@ class Cluster:
         return {engine.model for engine in self.summaries[gpu].engines if engine.state != "failed"}
 
     def rooms(self, without: str = "") -> list[Room]:
-        """Return the room on each working GPU without `without`. Models on their way out still fill it."""
+        """Return the room on each working GPU without `without`. Models on their way out still fill it.
+
+        One whose models take turns is no question of room: it has them all.
+        """
         rooms = []
         for gpu in self.working_gpus():
+            if self.switches(gpu):
+                continue
             there = self.loaded_on(gpu).union(self.placed_on(gpu))
             if without not in there:
                 free_bytes = self.free_bytes(gpu, sorted(there))

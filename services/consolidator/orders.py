@@ -91,7 +91,7 @@ class Orders:
         for model in missing:
             engine, key = engines.get(model), (summary.gpu, model)
             need_bytes = self._cluster.need_bytes(summary.gpu, model)
-            if need_bytes > free_bytes:
+            if need_bytes > free_bytes and not summary.switches:
                 continue
             free_bytes -= need_bytes
             sent = self._loads.get(key)

@@ -13,6 +13,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # the same without clocks (4.3, stage 4)
     "demand-literal": {**_LITERAL, "consolidation": "demand"},
     "apart": {"consolidation": "none", "prefill_part": 0.5},
+    # Aegaeon's own testbed: 6 of 16 GPUs for prompts
+    "apart-in-turns": {"consolidation": "none", "prefill_part": 0.375},
+    "kv-pressure": {"consolidation": "none", "placement": "kv_pressure"},
     "none": {"consolidation": "none"},
 }
 

@@ -33,6 +33,8 @@ class ConsolidatorSettings(Struct):
         unknown_idle_ms: keep-alive of a loaded model that is not in the registry.
         consolidation: ``ewr`` as in 3.5; ``demand``: by SMs and memory, whatever clock models prefer; or
             ``none``: models stay where they were first placed.
+        placement: GPUs come first for a model by how soon it is there (``near``), or, as in Prism, by the
+            ``kv_pressure`` there (`pressure.py`).
         prefill_part: part of the GPUs that only compute prompts, where decodes are apart; 0: nothing is.
         window_ms: window over which each model's load is known (3.5.2: 5 minutes).
         observe_ms: least time of hearing before anything is concluded from that.
@@ -71,6 +73,7 @@ class ConsolidatorSettings(Struct):
     replica_keep_alive_ms: float = 60_000.0
     unknown_idle_ms: float = 60_000.0
     consolidation: str = "ewr"
+    placement: str = "near"
     prefill_part: float = 0.0
     window_ms: float = 300_000.0
     observe_ms: float = 120_000.0
@@ -94,6 +97,8 @@ class ConsolidatorSettings(Struct):
             raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
         if self.consolidation not in ("ewr", "demand", "none"):
             raise ConfigError(f"consolidation is ewr, demand or none, not {self.consolidation!r}")
+        if self.placement not in ("near", "kv_pressure"):
+            raise ConfigError(f"placement is near or kv_pressure, not {self.placement!r}")
         if self.empty_state not in ("warm", "cold", "off"):
             raise ConfigError(f"empty_state is warm, cold or off, not {self.empty_state!r}")
         for name in ("least_served", "caution", "prefill_part"):

@@ -12,6 +12,7 @@ from services.consolidator.cluster import Cluster
 from services.consolidator.consolidate import Consolidation
 from services.consolidator.orders import is_busy
 from services.consolidator.place import IdleModel, Order, Room, evict, place
+from services.consolidator.pressure import pressure
 from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.model import Instance, ModelSpec
@@ -85,20 +86,29 @@ class Upkeep:
             self._cluster.prefill = apart.prefill_gpus(
                 self._cluster.prefill, self._cluster.working_gpus(), self._set.prefill_part
             )
+        self._assign_all()
         self._expire_idle(now_ms)
         self._keep_used(now_ms)
         self._place_wanted(now_ms)
         if now_ms < self._gather_until_ms:
             return
         models = self._cluster.models
-        near = partial(self._cluster.near, now_ms)
         absent = [models[m] for m in self._to_place & models.keys() if not self._cluster.of_model(m)]
-        for name, gpu in self._place(absent, self._cluster.rooms(), near).items():
+        for name, gpu in self._place(absent, self._cluster.rooms(), self._order(now_ms)).items():
             self._add(name, gpu)
         self._to_place.clear()
         if self._set.prefill_part:
             for name, gpu in apart.partners(self._cluster).items():
                 self._add(name, gpu)
+
+    def _assign_all(self) -> None:
+        """Give every model to all GPUs of its kind on which models take turns."""
+        for gpu in self._cluster.working_gpus():
+            if self._cluster.switches(gpu):
+                kind, there = self._cluster.summaries[gpu].engine, set(self._cluster.placed_on(gpu))
+                for name, model in self._cluster.models.items():
+                    if name not in there and model.engine == kind:
+                        self._add(name, gpu)
 
     def scale_out(self, now_ms: float, event: ev.ScaleOut) -> list[ev.Action]:
         """Help a model whose instances are all ready and too slow (reason: a ``deficit``).
@@ -119,12 +129,18 @@ class Upkeep:
         if any(self._consolidation.spread(now_ms, gpu) for gpu in gpus):
             self._scaled_ms[name] = now_ms
             return [ev.Count(name="scale_outs", labels={"outcome": "spread"})]
-        rooms, near = self._cluster.rooms(without=name), partial(self._cluster.near, now_ms)
-        chosen = place([self._cluster.models[name]], rooms, near)
+        chosen = place([self._cluster.models[name]], self._cluster.rooms(without=name), self._order(now_ms))
         if chosen:
             self._scaled_ms[name] = now_ms
             self._add(name, chosen[name])
         return [ev.Count(name="scale_outs", labels={"outcome": "added" if chosen else "no_room"})]
+
+    def _order(self, now_ms: float, awaited: bool = False) -> Order:
+        """Return which GPUs come first for a model: by how soon it is there, or the pressure on their KV."""
+        if self._set.placement == "kv_pressure":
+            windows = self._consolidation.windows
+            return partial(pressure, self._cluster, lambda name: windows.load(now_ms, name))
+        return partial(self._cluster.start_ms if awaited else self._cluster.near, now_ms)
 
     def _place(self, models: Iterable[ModelSpec], rooms: Collection[Room], order: Order) -> dict[str, str]:
         """Find GPUs for models: used ones first, those that consolidation has emptied last."""
@@ -170,6 +186,8 @@ class Upkeep:
         for instance in self._cluster.instances():
             if instance.model in self._wanted or not self._has_expired(instance):
                 continue
+            if any(map(self._cluster.switches, instance.gpus)):
+                continue  # whether it takes memory there is for that GPU to say
             if not self._is_pinned(instance):
                 self._park(instance)
                 self._consolidation.trigger(now_ms)
@@ -209,7 +227,8 @@ class Upkeep:
     def _make_fit(self, now_ms: float, gpu: str) -> None:
         """Take off a GPU what was to be loaded into memory that has turned out to be still in use."""
         for instance in self._cluster.on_gpu(gpu):
-            overfull = self._cluster.free_bytes(gpu, self._cluster.placed_on(gpu)) < 0
+            placed = self._cluster.placed_on(gpu)
+            overfull = not self._cluster.switches(gpu) and self._cluster.free_bytes(gpu, placed) < 0
             engine = self._cluster.engine(gpu, instance.model)
             if overfull and (engine is None or engine.state == "failed"):
                 self._cluster.remove(instance)
@@ -225,7 +244,7 @@ class Upkeep:
             if not self._cluster.healthy(name) and now_ms < wanted.until_ms:
                 model, failed = self._cluster.models[name], self._cluster.of_model(name)
                 rooms = [room for room in self._cluster.rooms(without=name) if room.engine == model.engine]
-                chosen = self._place([model], rooms, partial(self._cluster.start_ms, now_ms))
+                chosen = self._place([model], rooms, self._order(now_ms, awaited=True))
                 if chosen:
                     for instance in failed:
                         self._cluster.remove(instance)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.global_sched.choices import shortest_rounds
 from services.global_sched.curves import Curves
 from services.global_sched.pools import Pool
 from services.global_sched.settings import GlobalSettings
@@ -77,6 +78,8 @@ class Fleet:
         self._shelf = Shelf(luts)
         self._curves: dict[str, dict[str, Curves | None]] = {}  # by model and GPU type
         self._pools: dict[str, _Serving] = {}  # by model
+        self._handed: dict[str, tuple[str, float]] = {}  # by model, where one is to decode, told until when
+        self._handed_for_ms = settings.reservation_ttl_ms
         self._largest_bytes = 0  # of any request in a pool
 
     # ---- what changes
@@ -90,6 +93,7 @@ class Fleet:
     def remove(self, name: str) -> None:
         """A model exists no longer."""
         self.models.pop(name, None)
+        self._handed.pop(name, None)
         self._start_over(name)
 
     def place(self, placement: Placement) -> None:
@@ -192,11 +196,18 @@ class Fleet:
     def decoder(self, now_ms: float, spec: ModelSpec, view: GpuView) -> GpuView | None:
         """Return where a request is to decode whose prompt a GPU computes: of those for it, the roomiest.
 
-        None: it decodes there as well, because nothing is apart, or no other GPU has its model.
+        Where models take turns, the one whose rounds are shortest. None: it decodes there as well, because
+        nothing is apart, or no other GPU has its model.
         """
         if view.gpu not in self._prefill:
             return None
         others = [other for other in self._ready(now_ms, spec) if other.gpu not in self._prefill]
+        if others and all(other.summary.switches for other in others):
+            lasting = [(gpu, name) for name, (gpu, until_ms) in self._handed.items() if now_ms < until_ms]
+            promised = {gpu: {name for at, name in lasting if at == gpu} for gpu, _ in lasting}
+            chosen = shortest_rounds(others, spec.name, promised)
+            self._handed[spec.name] = chosen.gpu, now_ms + self._handed_for_ms
+            return chosen
         return min(others, key=lambda other: (-other.free_bytes, other.gpu), default=None)
 
     def _ready(self, now_ms: float, spec: ModelSpec) -> list[GpuView]:

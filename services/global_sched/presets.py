@@ -14,6 +14,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # placed offline: no further instance is ever asked for
     "static": {"choice": "least_loaded", "deficit_requests": math.inf},
     "eco-route": {"choice": "eco_route"},
+    # all GPUs have all models: there is no further instance to ask for
+    "where-loaded": {"choice": "where_loaded", "deficit_requests": math.inf},
+    "joins-group": {"choice": "joins_group", "deficit_requests": math.inf},
 }
 
 

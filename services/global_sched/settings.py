@@ -45,7 +45,9 @@ class GlobalSettings(Struct):
     prediction_window: int = 256
     prediction_save_ms: float = 10_000.0
     prediction_ttl_ms: float = 30 * 86_400_000.0
-    choice: Literal["least_energy", "in_time", "least_loaded", "eco_route"] = "least_energy"
+    choice: Literal["least_energy", "in_time", "least_loaded", "eco_route", "where_loaded", "joins_group"] = (
+        "least_energy"
+    )
     charge: Literal["part", "device"] = "part"
     tie: float = 0.02
     best_effort: bool = True

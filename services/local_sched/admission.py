@@ -63,7 +63,7 @@ def why_refused(state: State, request: Request) -> str:
     engine = state.engines.get(model)
     if engine is None:
         return f"model {model} is not loaded on {state.gpu}"
-    if engine.state not in ("loading", "ready"):
+    if not engine.takes_work:
         return f"model {model} is {engine.state} on {state.gpu}" + (engine.reason and f": {engine.reason}")
     if state.draining:
         return f"{state.gpu} is draining"
@@ -156,7 +156,7 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
         model = work.request.model
         engine = state.engines[model]
         full = len(engine.running) >= state.settings.max_running
-        if engine.state != "ready" or full or model in closed:
+        if engine.state != "ready" or full or model in closed or not _has_turn(state, engine, work):
             continue
         most = state.ledger.most_tokens(model)
         if most < work.context_tokens:
@@ -173,6 +173,20 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
         if task.score == math.inf:
             closed.update(state.ledger.domain(model))
     return actions
+
+
+def _has_turn(state: State, engine: Engine, work: Work) -> bool:
+    """Say whether a waiting request may be given to its engine as far as turns go."""
+    if not state.switches:
+        return True
+    if not engine.on_turn or engine.parting:
+        return False
+    if work.started:
+        return True
+    rota = state.rota
+    if rota.only is not None and work.request.request_id not in rota.only:
+        return False
+    return sum(not other.started for other in engine.running.values()) < rota.at_once
 
 
 def task_of(state: State, now_ms: float, work: Work) -> batch.Task:

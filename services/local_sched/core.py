@@ -19,6 +19,7 @@ from services.local_sched import (
     rest,
     running,
     summary,
+    switching,
     transfer,
     watch,
 )
@@ -69,7 +70,10 @@ class LocalSchedCore:
             settings=settings,
             started_ms=started_ms,
             shelf=Shelf(lambda gpu_type, model: lut_for(device, model)),
-            ledger=Ledger(int(device.total_bytes * (1.0 - settings.memory_margin))),
+            ledger=Ledger(
+                int(device.total_bytes * (1.0 - settings.memory_margin)),
+                switches=settings.switching != "off" and engine == EMULATED,
+            ),
             outbox=Outbox(gpu, settings.max_unacknowledged),
             clock_mhz=device.default_clock_mhz,
             elastic_kv=elastic_kv and engine == EMULATED,
@@ -125,6 +129,7 @@ class LocalSchedCore:
             plans.decision_due_ms(state),
             state.moves.next_expiry_ms(settings.move_ttl_ms) if state.moves.transfers else None,
             running.relief_due_ms(state),
+            state.rota.ends_ms,
         ):
             if due_ms is not None and due_ms < wake_ms:
                 wake_ms = due_ms
@@ -145,6 +150,8 @@ class LocalSchedCore:
         if heartbeat:
             actions += _beat(state, now_ms)
         admitted = []
+        if state.switches and (state.admit_due or now_ms >= state.rota.ends_ms):
+            actions += switching.look(state, now_ms)
         if state.admit_due:
             admitted = admission.admit_waiting(state, now_ms)
             actions += [*admitted, *grants.grant_more(state)]
@@ -198,6 +205,8 @@ def _placement_changed(state: State, now_ms: float, event: ev.PlacementChanged) 
     state.summary_due = state.summary_due or drained != state.drained
     state.drained = drained
     state.room_short = event.placement.room_short
+    prefill = event.placement.prefill
+    state.role = "both" if not prefill else "prefill" if state.gpu in prefill else "decode"
     return []
 
 

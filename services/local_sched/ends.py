@@ -141,17 +141,19 @@ def leave_moves(state: State, work: Work) -> None:
 def thaw(state: State, work: Work) -> None:
     """Let work go on that was held in its engine for a move: by the next plan it does."""
     engine = state.engines[work.request.model]
-    if work.run_id in engine.frozen:
+    if work.run_id in engine.frozen and not engine.parting:
         engine.frozen -= {work.run_id}
         state.changed()
 
 
 def arrived(state: State, work: Work, tokens: int, took_ms: float, reason: str = "") -> None:
     """Tell the migrator that the stage of a request that came by a move is not needed any more."""
-    if work.arrival is not None:
+    if work.arrival is None:
+        return
+    if work.arrival.migrator:
         loaded = KvLoaded(move_id=work.arrival.move_id, tokens=tokens, took_ms=took_ms, reason=reason)
         state.moves.notices.append(Send(to=work.arrival.migrator, message=loaded))
-        work.arrival = None
+    work.arrival = None
 
 
 def _stop(state: State, work: Work) -> list[Action]:

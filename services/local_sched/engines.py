@@ -24,7 +24,7 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
         state.to_load[event.model.name] = event.model
         return []
     engine = state.engines.get(event.model.name)
-    if engine is not None and engine.state in ("loading", "ready"):
+    if engine is not None and engine.takes_work:
         return []
     if engine is not None and engine.state == "unloading":
         engine.spec, engine.load_again = event.model, not engine.reason
@@ -43,6 +43,11 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
     elif not state.ledger.open(spec, pool_bytes, state.device.block_tokens):
         needed, free = spec.weight_bytes + pool_bytes, state.ledger.free_bytes
         reason = f"weights and KV pool of {spec.name} take {needed} bytes; {state.gpu} has {free} free"
+    elif state.switches:
+        # it is brought in when its turn comes; until then the host is to have its weights
+        engine.state, engine.on_turn = "asleep", False
+        state.changed()
+        return [Send(to=state.host, message=WeightsUsed(model=spec))]
     else:
         rest.note(state, now_ms)
         asleep = spec.name in state.asleep
@@ -65,10 +70,14 @@ def unload(state: State, now_ms: float, event: Unload) -> list[Action]:
         del state.engines[event.model]
         return []
     engine.load_again = False
-    if engine.state == "unloading" or busy(state, event.model) or now_ms - engine.used_ms < event.if_idle_ms:
+    if busy(state, event.model) or now_ms - engine.used_ms < event.if_idle_ms:
         return []
-    engine.state = "unloading"
-    return [UnloadEngine(model=event.model)]
+    if engine.state == "asleep":
+        del state.engines[event.model]
+        state.ledger.close(event.model)
+        return []
+    ordered, engine.state, engine.to_sleep = engine.state == "unloading", "unloading", False
+    return [] if ordered else [UnloadEngine(model=event.model)]
 
 
 def hear_weights(state: State, now_ms: float, event: HostWeights) -> list[Action]:
@@ -106,6 +115,9 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
     if engine is None or engine.state == "failed":
         return []
     asked = engine.state == "unloading" and not engine.reason
+    if asked and engine.to_sleep:
+        return _asleep(state, now_ms, engine)
+    engine.to_sleep = engine.parting = False
     reason = engine.reason or f"engine died: {event.reason or 'no reason given'}"
     engine.running.clear()  # nothing can be stopped in it any more
     engine.tally = None
@@ -126,6 +138,15 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
             actions += _end_others(state, now_ms, event.model)
     rest.note(state, now_ms)
     return [*actions, *_load_again(state, now_ms)]
+
+
+def _asleep(state: State, now_ms: float, engine: Engine) -> list[Action]:
+    """A model has left the device for others, and waits for its next turn."""
+    engine.state, engine.to_sleep, engine.plan = "asleep", False, None
+    state.ledger.sleep(engine.spec.name)
+    rest.note(state, now_ms)
+    state.changed()
+    return _load_again(state, now_ms)
 
 
 def _end_others(state: State, now_ms: float, dead: str) -> list[Action]:

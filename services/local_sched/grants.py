@@ -38,7 +38,7 @@ def take(
     engine = state.engines.get(model)
     if state.draining:
         return f"{state.gpu} is draining"
-    if engine is None or engine.state not in ("loading", "ready"):
+    if engine is None or not engine.takes_work:
         return f"model {model} is {engine.state if engine else 'not loaded'} on {state.gpu}"
     most = state.ledger.most_tokens(model)
     if tokens > most if partial else not state.ledger.reserve(model, holder(move_id), tokens):

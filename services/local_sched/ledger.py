@@ -15,7 +15,8 @@ class Pool:
     """One engine's share of the memory: its weights, and the KV blocks promised to each holder.
 
     A fixed pool (`pool_bytes` > 0) takes its whole size from the device at once; an elastic one (0) takes
-    what its holders hold. `held_blocks` is the sum of what they do.
+    what its holders hold. `held_blocks` is the sum of what they do. One that is `asleep` has its weights in
+    host memory, and takes nothing but what is held.
     """
 
     weight_bytes: int
@@ -24,6 +25,7 @@ class Pool:
     block_tokens: int
     holders: dict[str, int] = field(default_factory=dict)
     held_blocks: int = 0
+    asleep: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -40,9 +42,14 @@ class Pool:
         return self.held_blocks * self.block_bytes
 
     @property
+    def fixed_bytes(self) -> int:
+        """What the engine takes from the device whatever is held: weights and fixed pool."""
+        return 0 if self.asleep else self.weight_bytes + self.pool_bytes
+
+    @property
     def device_bytes(self) -> int:
         """What the engine takes from the device."""
-        return self.weight_bytes + (self.pool_bytes or self.held_bytes)
+        return self.fixed_bytes + (0 if self.pool_bytes and not self.asleep else self.held_bytes)
 
     def hold(self, holder: str, blocks: int) -> None:
         """Let a holder have so many blocks; 0 takes it off the list."""
@@ -54,10 +61,14 @@ class Pool:
 
 
 class Ledger:
-    """All promises on one device's `capacity_bytes`. A holder is a request id or a move id."""
+    """All promises on one device's `capacity_bytes`. A holder is a request id or a move id.
 
-    def __init__(self, capacity_bytes: int) -> None:
+    Where models make room for one another (`switches`), each may have all of it at its time.
+    """
+
+    def __init__(self, capacity_bytes: int, switches: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
+        self.switches = switches
         self.pools: dict[str, Pool] = {}
 
     @property
@@ -66,12 +77,30 @@ class Ledger:
         return self.capacity_bytes - sum([pool.device_bytes for pool in self.pools.values()])
 
     def open(self, spec: ModelSpec, pool_bytes: int, block_tokens: int) -> bool:
-        """Take memory for a model's weights and fixed pool; False, and nothing taken, if it does not fit."""
+        """Take memory for a model's weights and fixed pool; False, and nothing taken, if it does not fit.
+
+        Where models make room for one another it has to fit alone, and is asleep at first.
+        """
         pool = Pool(spec.weight_bytes, spec.kv_bytes_per_token, pool_bytes, block_tokens)
-        if pool.device_bytes > self.free_bytes:
+        if pool.device_bytes > (self.capacity_bytes if self.switches else self.free_bytes):
             return False
+        pool.asleep = self.switches
         self.pools[spec.name] = pool
         return True
+
+    def missing_bytes(self, model: str) -> int:
+        """Return what is not free of what a model that is asleep takes when it wakes; at most 0: it fits."""
+        pool = self.pools[model]
+        return pool.weight_bytes + max(0, pool.pool_bytes - pool.held_bytes) - self.free_bytes
+
+    def wake(self, model: str) -> None:
+        """Take memory for the weights of a model that was asleep."""
+        assert self.missing_bytes(model) <= 0, f"there is no room for {model}"
+        self.pools[model].asleep = False
+
+    def sleep(self, model: str) -> None:
+        """Give back what a model takes beside what is held."""
+        self.pools[model].asleep = True
 
     def resize(self, model: str, pool_bytes: int, block_tokens: int) -> None:
         """Adopt the pool that a started engine reports; what was promised stays so, in its blocks."""
@@ -89,14 +118,17 @@ class Ledger:
         pool = self.pools.get(model)
         if pool is None:
             return 0
-        return max(0, pool.pool_bytes - pool.held_bytes if pool.pool_bytes else self.free_bytes)
+        free_bytes = pool.pool_bytes - pool.held_bytes if pool.pool_bytes else self.free_bytes
+        return max(0, min(free_bytes, self.free_bytes) if pool.asleep else free_bytes)
 
     def most_kv_bytes(self, model: str) -> int:
         """KV bytes that this engine could promise if no request held any."""
         pool = self.pools[model]
         if pool.pool_bytes:
             return pool.pool_bytes
-        others = sum(p.weight_bytes + p.pool_bytes for p in self.pools.values())
+        if self.switches:
+            return self.capacity_bytes - pool.weight_bytes
+        others = sum(p.fixed_bytes for p in self.pools.values())
         return self.capacity_bytes - others
 
     @property
@@ -105,8 +137,10 @@ class Ledger:
         fixed = free_fixed = taken = held = 0
         elastic = False
         for pool in self.pools.values():
-            taken += pool.weight_bytes + pool.pool_bytes
-            if pool.pool_bytes:
+            taken += pool.fixed_bytes
+            if pool.asleep:
+                held += pool.held_bytes
+            elif pool.pool_bytes:
                 fixed += pool.pool_bytes
                 free_fixed += max(0, pool.pool_bytes - pool.held_bytes)
             else:

@@ -9,7 +9,7 @@ has started: an abort only ends the hold. Whatever else lets the request go on h
 
 import msgspec
 
-from services.local_sched import plans
+from services.local_sched import plans, switching
 from services.local_sched.admission import prefill_alone_ms
 from services.local_sched.ends import arrived, with_output
 from services.local_sched.move_mode import KV, STAY, Choice, move_mode
@@ -131,7 +131,7 @@ def freeze(state: State, now_ms: float, event: Release) -> list[Action]:
     work = state.works[transfer.request_id]
     assert work.stage is Stage.RUNNING, "what leaves its engine leaves its moves"
     transfer.frozen = True
-    held = plans.freeze(state, state.engines[transfer.model], work.run_id)
+    held = plans.freeze(state, state.engines[transfer.model], [work.run_id])
     return [*held, *_export(state, event.move_id, transfer, event.first_block, event.blocks, event.stage)]
 
 
@@ -140,6 +140,8 @@ def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
     counted = _copied(state, SOURCE, event.energy_j)
     if event.model in state.engines:
         state.engines[event.model].progress_ms = now_ms
+    if event.move_id.startswith(switching.PARTED):
+        return [*counted, *switching.parted(state, now_ms, event)]
     transfer = state.moves.transfers.get(event.move_id)
     if transfer is None or not transfer.exports:
         return counted

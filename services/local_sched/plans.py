@@ -5,7 +5,7 @@ the next. The batch of Fig. 8 is whatever the engines hold: all of it is allowed
 meets every deadline; then prefills that do not fit beside the more urgent ones are held back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -322,11 +322,11 @@ def _held(
 # ---- orders
 
 
-def freeze(state: State, engine: Engine, run_id: str) -> list[Action]:
-    """Hold a run for its move at once, and in every plan from now on."""
-    engine.frozen |= {run_id}
+def freeze(state: State, engine: Engine, run_ids: Iterable[str]) -> list[Action]:
+    """Hold runs that are to move, or have lost their turn, at once, and in every plan from now on."""
+    engine.frozen |= frozenset(run_ids)
     now = engine.plan or Plan(plan_id=0)
-    return _set_plan(state, engine, replace(now, held=now.held | {run_id}))
+    return _set_plan(state, engine, replace(now, held=now.held | engine.frozen))
 
 
 def _in_force_mhz(state: State) -> int:

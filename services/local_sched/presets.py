@@ -1,10 +1,12 @@
 """How a GPU is run under the name of each system: its policy's own settings, where they differ."""
 
+import math
 from typing import Any
 
 from shared.systems import system_for
 
 _PLAIN: dict[str, Any] = {"pacing": "off", "slack_headroom": 0.0}
+_TURNS: dict[str, Any] = {"shares": "all", "cold_after_ms": math.inf}  # a process stands ready all the time
 _FCFS: dict[str, Any] = {"bypass_max_ms": 0.0}  # then nobody is let past anybody, and all have waited enough
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -30,6 +32,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "ecofreq": {"clock": "ecofreq", "shares": "all", **_FCFS, **_PLAIN},
     "greenllm": {"clock": "greenllm", "shares": "all", **_PLAIN},
+    # Prism: prompts so that as many as possible are in time (`turns`), KV memory for whoever needs it
+    "slack-first": {"clock": "default", "shares": "all", **_PLAIN},
+    "until-done": {"clock": "default", "switching": "request", **_TURNS, **_FCFS, **_PLAIN},
+    "while-they-fit": {"clock": "default", "switching": "shared", **_TURNS, **_FCFS, **_PLAIN},
+    "tokens": {
+        "clock": "default",
+        "switching": "token",
+        "fixed_chunk_tokens": 8192,
+        **_TURNS,
+        **_FCFS,
+        **_PLAIN,
+    },
+    "tokens-ecofreq": {
+        "clock": "ecofreq",
+        "switching": "token",
+        "fixed_chunk_tokens": 8192,
+        **_TURNS,
+        **_FCFS,
+        **_PLAIN,
+    },
     "class-clocks": {"clock": "dynamollm", "shares": "all", **_FCFS, **_PLAIN},
 }
 

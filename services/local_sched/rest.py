@@ -19,7 +19,7 @@ DEPTHS = ("sleeping", "cold", "off")
 
 def note(state: State, now_ms: float) -> None:
     """Tell the energy book what the device draws while no step runs: it depends on what is loaded."""
-    here = [engine.state for engine in state.engines.values() if engine.state != "failed"]
+    here = [engine.state for engine in state.engines.values() if engine.state not in ("failed", "asleep")]
     if here:
         state.rest, state.empty_ms = state.first_rest, None
     elif state.empty_ms is None:

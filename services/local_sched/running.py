@@ -94,6 +94,8 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
         return []
     work.run_first_ms = now_ms
     state.work_changed = state.summary_due = True
+    if state.switches:
+        state.admit_due = True  # the next prompt has waited for this one
     actions = _hand_off(state, work) if work.hand_to and not output.finish_reason else []
     if work.first_ms is not None:
         return actions
@@ -137,6 +139,8 @@ def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
     actions: list[Action] = []
     while not state.ledger.reserve(request.model, request.request_id, needed):
         victim = _victim(state, work)
+        if victim is None and state.switches:
+            return [*actions, *_evict(state, now_ms, work)]  # others will make room for it
         if victim is None:
             reason = f"out of memory: {needed} tokens of KV do not fit on {state.gpu}"
             return [*actions, *fail(state, now_ms, [work], reason)]

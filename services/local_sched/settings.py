@@ -52,6 +52,11 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         widening: the sweep considers, beside the least shares, those that fill the device; the paper's not.
         memory_pressure: scarce memory is a reason for wide shares and a high clock (21).
         turns: an engine takes prefills by Eq. 4 as long as all are ``in_time`` so, or by ``score`` alone.
+        switching: models take turns on a GPU by this rule: its owner changes when a ``request`` has ended, or
+            between any two a ``token``; as many as fit have it together (``shared``); ``off``: all that are
+            placed there are loaded. Emulated engines only (`switching.py`).
+        group_requests, quota_max_ms: most prompts in a group, and longest turn of a batch (Aegaeon's).
+        quota_min_ms: shortest turn: what orders take to arrive is not among what changing models costs.
         static_rate_per_s, static_input_tokens, static_output_tokens: the load of each model that ``static``
             shares are made for; by default with the means of ShareGPT and its history.
         ecofreq_floor_mhz: lowest clock that EcoFreq takes.
@@ -110,6 +115,10 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     widening: bool = True
     memory_pressure: bool = True
     turns: Literal["in_time", "score"] = "in_time"
+    switching: Literal["off", "request", "shared", "token"] = "off"
+    group_requests: int = 8
+    quota_max_ms: float = 4_000.0
+    quota_min_ms: float = 250.0
     static_rate_per_s: float = 1.0
     static_input_tokens: int = 682
     static_output_tokens: int = 296

@@ -9,6 +9,7 @@ from services.local_sched.grid import Load, Profile
 from services.local_sched.ledger import Ledger
 from services.local_sched.moves import Moves
 from services.local_sched.outbox import Outbox
+from services.local_sched.policies.turns import NOBODY, Rota
 from services.local_sched.settings import LocalSettings
 from services.local_sched.tune import Candidate, Stretch, candidates
 from services.local_sched.work import Inside, Tally, Work
@@ -23,7 +24,8 @@ EMULATED = "emulated"  # kind of engines
 
 @dataclass(slots=True)
 class Engine:
-    """One model on this GPU. `state` and `reason` are those of its summary.
+    """One model on this GPU. `state` and `reason` are those of its summary, but
+    for one that is ``asleep``.
 
     Args:
         running: requests given to it, in that order, by the id of their run.
@@ -37,6 +39,8 @@ class Engine:
         step_ms: smoothed time of its decode steps; 0 before the first.
         source: where its weights were loaded from, as in `LoadEngine`.
         load_again: it is to be loaded again as soon as it is unloaded.
+        on_turn: its requests may run; `parting`: those that do are leaving, for it has lost its turn;
+            `to_sleep`: it is unloaded for others, and stays here in host memory (`switching.py`).
         load_due_ms: when it counts as hung if it is still loading.
         progress_ms: when it last got on, or had nothing to get on with.
         looks_stuck, seems_silent: it did at the last look, and by the last reading (`watch.py`).
@@ -57,10 +61,18 @@ class Engine:
     step_ms: float = 0.0
     source: str = "disk"
     load_again: bool = False
+    on_turn: bool = True
+    parting: bool = False
+    to_sleep: bool = False
     load_due_ms: float = math.inf
     progress_ms: float = -math.inf
     looks_stuck: bool = False
     seems_silent: bool = False
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether requests of its model may come here: it serves, or will."""
+        return self.state in ("loading", "ready", "asleep") or self.to_sleep
 
     @property
     def pace_ms(self) -> float:
@@ -124,7 +136,8 @@ class State:
         rest: the state in which the device is without engines; `empty_ms` is since when it has none.
         to_load: models to be loaded once engines are gone, in that order.
         clearing: one has died that takes all others with it, and they are not all gone yet.
-        drained, room_short: the placement in force says so.
+        drained, room_short: the placement in force says so; `role`: which phases it leaves to this GPU.
+        rota: whose turn it is, where models take turns.
         leaving: this process has been told to stop.
         admit_due: something changed that may let a waiting request start.
         summary_due: something changed that the summary tells.
@@ -161,6 +174,8 @@ class State:
     clearing: bool = False
     drained: bool = False
     room_short: bool = False
+    role: str = "both"
+    rota: Rota = NOBODY
     leaving: bool = False
     bus_lost: bool = False
     decision: Decision | None = None
@@ -194,6 +209,11 @@ class State:
     def first_rest(self) -> str:
         """How the device rests when its last engine has left."""
         return "sleeping" if self.sleeps else "cold"
+
+    @property
+    def switches(self) -> bool:
+        """Whether models take turns here: then more are assigned than its memory holds."""
+        return self.settings.switching != "off" and self.engine_kind == EMULATED
 
     @property
     def kv_pool_bytes(self) -> int:

@@ -55,9 +55,17 @@ def summarize(state: State, now_ms: float) -> GpuSummary:
         power_w=state.power_w,
         energy_j=state.energy_j,
         kv_pool_bytes=state.kv_pool_bytes,
-        asleep=state.asleep,
+        asleep=(*state.asleep, *_waiting_for_room(state)),
         fixed_share_pct=sizes_pct[0] if len(sizes_pct) == 1 else 0,
+        switches=state.switches,
     )
+
+
+def _waiting_for_room(state: State) -> list[str]:
+    """Return the models that take turns here and are not in the device now."""
+    if not state.switches:
+        return []
+    return [name for name, e in state.engines.items() if e.takes_work and e.state not in ("ready", "loading")]
 
 
 def _inside(state: State, engine: Engine) -> Inside:
@@ -129,7 +137,7 @@ def _engine(
     idle = not engine.running and not outside and not state.moves.expected(model)
     return EngineSummary(
         model=model,
-        state=engine.state,
+        state="ready" if state.switches and engine.takes_work else engine.state,
         running=len(engine.running),
         queued=len(outside),
         context_tokens=context_tokens,
@@ -185,8 +193,13 @@ def _staircase(
 
 
 def claimed_bytes(state: State, work: Work) -> int:
-    """Return the memory that a waiting request will take; one that was moved here holds some already."""
+    """Return the memory that a waiting request will take; one that was moved here holds some already.
+
+    One that waits for its turn takes none from those who have it.
+    """
     model = work.request.model
+    if not state.engines[model].on_turn:
+        return 0
     pool = state.ledger.pools[model]
     held = pool.holders.get(work.request.request_id, 0) * pool.block_bytes
     return max(0, pool.bytes_for(min(work.wanted_tokens, state.ledger.most_tokens(model))) - held)

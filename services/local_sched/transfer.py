@@ -147,7 +147,10 @@ def _hand_over(state: State, now_ms: float, event: CommitMove, transfer: Transfe
 
 def _start(state: State, now_ms: float, move_id: str, transfer: Transfer, here: Request) -> list[Action]:
     """Take a request that has moved here into the queue, with what it has brought along."""
-    state.ledger.rename(transfer.model, holder(move_id), here.request_id)
+    if state.switches:  # until its turn comes it takes no memory: its KV is with the host
+        state.ledger.release(transfer.model, holder(move_id))
+    else:
+        state.ledger.rename(transfer.model, holder(move_id), here.request_id)
     state.gateways.setdefault(here.gateway, now_ms)
     state.gone.pop(here.request_id, None)
     work = new_work(state, now_ms, here, transfer.predicted_output_tokens)

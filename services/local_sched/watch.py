@@ -63,6 +63,8 @@ def listen(state: State, now_ms: float, unheard_ms: dict[str, float]) -> list[Ac
 
 def runnable(state: State, engine: Engine) -> list[Work]:
     """Return the requests that the engine could get on with: not held, and not short of memory."""
+    if engine.parting:
+        return list(engine.running.values())
     held = engine.plan.held if engine.plan else frozenset()
     return [
         work

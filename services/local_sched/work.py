@@ -88,6 +88,11 @@ class Work:
         return self.run_first_ms is not None
 
     @property
+    def started(self) -> bool:
+        """Whether it has made a token, in whichever run, attempt or place."""
+        return self.output_count > 0
+
+    @property
     def prefill_tokens(self) -> int:
         """Tokens still to be computed before its present run makes one."""
         return max(1, self.request.context_tokens - self.prefilled_tokens)

@@ -8,9 +8,20 @@ from local_bench import H100, MODEL, OTHER, Bench, names, of, request
 from support import gpu_summary
 
 from services.consolidator import presets as consolidator
+from services.consolidator.cluster import Cluster
+from services.consolidator.pressure import demand_bytes, pressure
 from services.consolidator.settings import ConsolidatorSettings
+from services.consolidator.window import Load as ModelLoad
 from services.global_sched import presets as global_sched
-from services.global_sched.choices import eco_route, in_time, least_loaded
+from services.global_sched.choices import (
+    backlog_ms,
+    eco_route,
+    in_time,
+    joins_group,
+    least_loaded,
+    shortest_rounds,
+    where_loaded,
+)
 from services.global_sched.curves import Curves
 from services.global_sched.estimate import Work
 from services.global_sched.settings import GlobalSettings
@@ -31,7 +42,7 @@ from shared.config import load
 from shared.engine import RunRequest, SetClock, SetPlan
 from shared.errors import ConfigError
 from shared.lut import lut_for
-from shared.model import EngineSummary, Objectives, StairStep
+from shared.model import EngineSummary, Instance, Objectives, Prefills, StairStep
 from shared.systems import SYSTEMS
 from sim.systems import under
 
@@ -148,6 +159,86 @@ def test_least_loaded_and_eco_route_by_batches_and_clocks():
     # 64 would begin a second tile on a; b's is begun
     full, begun = views(("a", 1095, memory, 64), ("b", 1635, memory, 3))
     assert eco_route([full, begun], work, curves_of, 0.0, 0.02).candidate.gpu == "b"
+
+
+def turning(*gpus):
+    """A view per (gpu, {model: (running, queued, asleep, prompts waiting)}) whose models take turns."""
+    cluster = ClusterView("s", 1e9, 1e9, 1e9)
+    for gpu, engines in gpus:
+        told = tuple(
+            EngineSummary(
+                model=name,
+                state="ready",
+                running=running,
+                queued=queued,
+                prefills=(Prefills(400.0, prompts, 512 * prompts),) if prompts else (),
+            )
+            for name, (running, queued, _, prompts) in engines.items()
+        )
+        asleep = tuple(name for name, (_, _, asleep, _) in engines.items() if asleep)
+        cluster.hear(0.0, gpu_summary(gpu, engines=told, asleep=asleep, switches=True))
+    return [cluster.get(gpu, 0.0) for gpu, _ in gpus]
+
+
+class TestTurns:
+    WORK = Work(A.name, 512, 100, 0.0, ROOMY)
+
+    def test_serverlessllm_goes_where_the_model_is_then_where_least_waits(self):
+        here, free, used = turning(
+            ("c", {A.name: (31, 0, False, 0), "x": (0, 5, True, 0)}),
+            ("b", {A.name: (0, 0, True, 0)}),
+            ("a", {A.name: (0, 0, True, 0), "x": (1, 0, False, 0)}),
+        )
+        assert where_loaded([here, free, used], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "c"
+        assert where_loaded([free, used], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "b"
+        (full,) = turning(("c", {A.name: (32, 0, False, 0)}))
+        assert where_loaded([full, free, used], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "b"
+
+    def test_prompts_join_a_group_else_the_shortest_queue_loads_counted(self):
+        group, short, empty = turning(
+            ("c", {A.name: (0, 7, False, 7), "x": (0, 9, True, 9)}),
+            ("b", {A.name: (0, 0, True, 0), "x": (0, 1, False, 1)}),
+            ("a", {A.name: (0, 0, True, 0), "x": (0, 1, True, 1)}),
+        )
+        assert joins_group([group, short, empty], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "c"
+        # a's model has to be brought in as well
+        each_ms = Curves(LUT).prefill(short.summary.sm_clock_mhz, 100).ms_at(*Curves(LUT).inputs.locate(512))
+        assert backlog_ms(short, curves_of) == pytest.approx(each_ms)
+        assert backlog_ms(empty, curves_of) == pytest.approx(each_ms + A.weight_bytes / 55e6)
+        assert joins_group([short, empty], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "b"
+        (full,) = turning(("c", {A.name: (0, 8, False, 8)}))
+        assert joins_group([full, short], self.WORK, curves_of, 0.0, 0.02).candidate.gpu == "b"
+
+    def test_decodes_join_their_largest_batch_else_where_batches_are_fewest(self):
+        large, small, none = turning(
+            ("c", {A.name: (5, 0, False, 0), "x": (1, 0, False, 0), "y": (1, 0, False, 0)}),
+            ("b", {A.name: (0, 4, True, 0), "x": (0, 0, True, 0)}),
+            ("a", {A.name: (0, 0, True, 0), "x": (9, 0, False, 0)}),
+        )
+        assert shortest_rounds([large, small, none], A.name, {}).gpu == "c"
+        assert shortest_rounds([small, none], A.name, {}).gpu == "b"
+        assert shortest_rounds([none], A.name, {}).gpu == "a"
+        # what is on its way counts: one of it to a, other batches to b
+        (empty,) = turning(("b", {A.name: (0, 0, True, 0), "x": (0, 0, True, 0)}))
+        assert shortest_rounds([empty, none], A.name, {}).gpu == "b"
+        assert shortest_rounds([empty, none], A.name, {"a": [A.name]}).gpu == "a"
+
+
+def test_prism_places_by_the_pressure_on_kv_memory():
+    small, large, new = emulated_models(3)
+    cluster = Cluster(ConsolidatorSettings(), [small, large, new])
+    for gpu, model in (("a", small), ("b", large)):
+        cluster.summaries[gpu] = gpu_summary(gpu)
+        cluster.add(Instance(model=model.name, gpus=(gpu,)))
+    load = ModelLoad(rate_per_s=2.0, input_tokens=600.0, output_tokens=400.0, latency_ms=1.0)
+    # 2 a second of 1,000 tokens each, one due every 0.1 s
+    assert demand_bytes(new, load) == 2 * 1000 * new.kv_bytes_per_token / 0.1
+    loads = {large.name: load, new.name: load}
+    found = pressure(cluster, loads.get, new)
+    total = cluster.summaries["a"].total_bytes
+    both = 20_000 * (new.kv_bytes_per_token + large.kv_bytes_per_token)
+    assert found["a"] == 20_000 * new.kv_bytes_per_token / (total - small.weight_bytes - new.weight_bytes)
+    assert found["b"] == both / (total - large.weight_bytes - new.weight_bytes)
 
 
 CLOCKS = (1635, 1335, 1095, 795)

@@ -36,8 +36,9 @@ def version(root: Path = ROOT) -> str:
     """Return the hash of all sources that have a part in a result."""
     files = sorted(path for folder in PLAYING for path in (root / folder).rglob("*") if path.is_file())
     files = [path for path in files if path.suffix in (".py", ".json")]
+    files += [path for name in OF_SIM.split() if (path := root / "sim" / f"{name}.py").is_file()]
     told = hashlib.sha256()
-    for path in (*files, *(root / "sim" / f"{name}.py" for name in OF_SIM.split())):
+    for path in files:
         told.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return told.hexdigest()[:16]
 

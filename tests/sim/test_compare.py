@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.systems import SYSTEMS
 from sim.cells import Cell, Played, Trace, models_of, play, settings_of
 from sim.compare import grid, rows, sections, ungoverned
-from sim.grid import Grid
+from sim.grid import ROOT, Grid, version
 from sim.page import html
 from sim.paper.build import FIGURES, cells
 from sim.paper.build import sections as paper_sections
@@ -86,6 +86,13 @@ def test_a_key_is_of_every_setting_and_of_what_plays(tmp_path: Path) -> None:
     keys = {cell.key("v1") for cell in (SMALL, *others)} | {SMALL.key("v2")}
     assert len(keys) == 4 and SMALL.key("v1") == replace(SMALL).key("v1")
     assert Grid(tmp_path).missing([SMALL, SMALL, others[0]]) == [SMALL, others[0]]
+
+
+def test_an_old_copy_of_the_sources_has_another_version(tmp_path: Path) -> None:
+    assert version(tmp_path) != version()
+    for name in ("services", "shared", "sim"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert version(tmp_path) == version()
 
 
 def test_a_grid_has_default_clocks_only_where_they_matter() -> None:

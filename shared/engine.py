@@ -64,13 +64,14 @@ class RunRequest(Order):
     evicted and comes back has another one, so a late report on its earlier run is not taken for it.
 
     With a `stage`, the KV of the first `kv_tokens` tokens of its context is taken from there; `KvImported`
-    says how that went.
+    says how that went. `own_stage`: it is one that the engine keeps itself (`ExportKv`), and is gone then.
     """
 
     model: str
     request: Request
     stage: str = ""
     kv_tokens: int = 0
+    own_stage: bool = False
 
 
 class StopRequest(Order):
@@ -208,6 +209,11 @@ class ExportKv(Order):
     """Copy KV blocks of a request into the stage of its move; it keeps them, and goes on if the plan lets it.
 
     A block that is not full yet is copied only while the plan holds the request: else it would still change.
+
+    With `room_blocks` the stage is the engine's own, made by it in host memory with room for so many blocks
+    and kept until a `RunRequest` takes it or `FreeStage` drops it; it ends with the engine. The request is
+    evicted (there is no move, and `move_id` is empty): the order that stops it follows at once, and its
+    memory on the device is free when the copy is done.
     """
 
     model: str
@@ -215,6 +221,14 @@ class ExportKv(Order):
     move_id: str
     first_block: int
     blocks: int
+    stage: str
+    room_blocks: int = 0
+
+
+class FreeStage(Order):
+    """Drop a stage that the engine keeps itself; nothing happens if it has none of this name."""
+
+    model: str
     stage: str
 
 
@@ -241,7 +255,8 @@ class KvExported(Event):
 class KvImported(Event):
     """How the KV of a `RunRequest` was taken from its stage, told before the run's first step.
 
-    `tokens` of its context need not be computed. 0: all of it is, for the `reason` given.
+    `tokens` of its context need not be computed. 0: all of it is, for the `reason` given. `own_stage` is as
+    in that order.
     """
 
     model: str
@@ -250,3 +265,4 @@ class KvImported(Event):
     took_ms: float
     reason: str = ""
     energy_j: float | None = None
+    own_stage: bool = False

@@ -125,6 +125,7 @@ class Checks:
                 complain(f"{node.ident} has promised move {move_id} memory and does not keep it", move_id)
         self._works(node, state)
         self._engines(node, state)
+        self._offload(node, state)
         self._energy(node)
 
     def _works(self, node: GpuNode, state: State) -> None:
@@ -173,12 +174,29 @@ class Checks:
                         work.request.request_id,
                     )
 
-    def _stranger(self, node: GpuNode, run_id: str) -> None:
+    def _offload(self, node: GpuNode, state: State) -> None:
+        """Host memory is taken for requests with KV there, within the bound, and no engine keeps more."""
+        gpu, complain, pool = node.gpu, self._world.complain, state.offload
+        assert gpu is not None
+        if pool.taken_bytes > state.settings.offload_bytes:
+            complain(f"{node.ident} takes {pool.taken_bytes} bytes of host memory for evicted requests")
+        brought = [work.arrival for work in state.works.values() if work.arrival]
+        wanted = {arrival.stage for arrival in brought if arrival.own_stage}
+        if wanted != set(pool.stages):
+            complain(f"{node.ident} keeps KV {pool.stages} in host memory, and wants {sorted(wanted)}")
+        for engine in gpu.engines.values():
+            for stage, tokens in engine.copies.kept.items():
+                if stage not in wanted:
+                    self._stranger(node, stage, "keeps KV of")
+                elif tokens > pool.blocks_of(stage) * state.device.block_tokens:
+                    complain(f"{node.ident}: {tokens} tokens of {stage} are kept, which has less room", stage)
+
+    def _stranger(self, node: GpuNode, run_id: str, does: str = "runs") -> None:
         """A run that the scheduler does not know is one that it has just ordered to be stopped."""
         now_ms = self._world.now_ms
-        since_ms = self._strangers.setdefault((node.index, node.life, run_id), now_ms)
+        since_ms = self._strangers.setdefault((node.index, node.life, f"{does} {run_id}"), now_ms)
         if now_ms - since_ms > STOPPED_WITHIN_MS and now_ms > node.paused_until_ms + STOPPED_WITHIN_MS:
-            self._world.complain(f"{node.ident}: its engine still runs {run_id}", run_id.partition("~")[0])
+            self._world.complain(f"{node.ident}: its engine still {does} {run_id}", run_id.partition("~")[0])
 
     def _energy(self, node: GpuNode) -> None:
         gpu = node.gpu
@@ -227,6 +245,8 @@ class Checks:
             found.append((f"{name} still has output of {first} that nobody acknowledges", first))
         if any(not t.committed for t in state.moves.transfers.values()):
             found.append((f"{name} still takes part in moves {list(state.moves.transfers)}", name))
+        if state.offload.stages:
+            found.append((f"{name} still keeps KV of {state.offload.stages[:5]} in host memory", name))
         for model, pool in state.ledger.pools.items():
             if pool.holders:
                 found.append((f"{name} still promises memory of {model} to {list(pool.holders)[:5]}", model))
@@ -234,6 +254,8 @@ class Checks:
             if engine.sequences:
                 first = next(iter(engine.sequences))
                 found.append((f"{name}: the engine of {model} still runs {first}", first.partition("~")[0]))
+            if engine.copies.kept or engine.copies.waiting:
+                found.append((f"{name}: the engine of {model} still keeps or copies KV", name))
         loading = any(e.state in ("loading", "unloading") for e in state.engines.values())
         booked = state.ledger.capacity_bytes - state.ledger.free_bytes
         if not loading and not found and gpu.used_bytes != booked:

@@ -1,5 +1,7 @@
 """Scenarios at random, with faults at random: what the soak plays, one per seed."""
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from services.consolidator.settings import ConsolidatorSettings
@@ -42,6 +44,9 @@ LARGE = model("large-30b", 60.0, 196_608, keep_alive_ms=None)
 MODELS = (SMALL, MEDIUM, THICK, LARGE)
 PREDICTORS = ("live", "live", "oracle", "paper", "measured")
 GREEDY = model("greedy-7b", 14.0, 80_000_000)  # memory is full with 700 of its tokens
+LIGHT_PART = 0.6  # of the seeds with little memory: the KV of evicted requests is kept in host memory
+LIGHT_KV_BYTES, LIGHT_TOKENS = 160_000, 2_000  # a token of theirs, and how many the memory has room for
+LOW_QUANTILE = 0.1  # by which outputs are predicted there
 TIGHT_PART = 0.3  # of the seeds: memory is short, and outputs are often longer than predicted
 FIXED_PART = 0.2  # of the seeds: engines have KV pools of their own, as vLLM's
 
@@ -71,8 +76,41 @@ def scenario(seed: int) -> Scenario:
         elastic_kv=not chance.happens(FIXED_PART),
         sample_ms=10_000.0,
     )
+    if tight and chance.happens(LIGHT_PART):
+        base = _with_light_kv(base)
     faults = tuple(_fault(chance, base) for _ in range(chance.below(7)))
     return replace(base, faults=tuple(sorted(faults, key=lambda fault: fault.at_ms)))
+
+
+def _with_light_kv(base: Scenario) -> Scenario:
+    """Return one that is as short of memory, with longer contexts and outputs, most of them underestimated.
+
+    KV is so light there that a copy to host memory and back takes less time than to compute it again.
+    """
+    light = replace(GREEDY, kv_bytes_per_token=LIGHT_KV_BYTES)
+    pool_bytes = LIGHT_TOKENS * LIGHT_KV_BYTES
+    margin = base.settings.local.memory_margin
+    arrivals = [
+        replace(
+            each, model=light.name, input_tokens=300 + each.input_tokens, output_tokens=2 * each.output_tokens
+        )
+        for each in base.arrivals
+    ]
+    return replace(
+        base,
+        models=(light,),
+        arrivals=tuple(arrivals),
+        device=dataclasses.replace(
+            base.made_of, total_bytes=int((light.weight_bytes + pool_bytes) / (1.0 - margin)) + 1
+        ),
+        predictor="live",
+        settings=replace(
+            base.settings,
+            scheduler=replace(base.settings.scheduler, output_quantile=LOW_QUANTILE),
+            local=replace(base.settings.local, kv_pool_bytes=0 if base.elastic_kv else pool_bytes),
+            consolidator=replace(base.settings.consolidator, min_kv_bytes=pool_bytes),
+        ),
+    )
 
 
 def _arrivals(chance: Chance, models: tuple[ModelSpec, ...], tight: bool) -> tuple[Arrival, ...]:

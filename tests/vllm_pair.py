@@ -46,6 +46,7 @@ class Pair:
         self.shortages = 0
         self.given: dict[str, int] = {}
         self.evictions = 0
+        self.taken: Counter[str] = Counter()  # KV from host memory, or not, by the outcome
         self.wrong: Exception | None = None
         self.core: LocalSchedCore | None = None
         self._decoding: defaultdict[str, set[str]] = defaultdict(set)
@@ -146,6 +147,8 @@ class Pair:
                     self._acknowledge(deltas)
                 case ev.Count(name="evictions"):
                     self.evictions += 1
+                case ev.Count(name="offload_imports", labels={"outcome": outcome}):
+                    self.taken[outcome] += 1
                 case ev.Send(message=ev.Refused()):
                     raise AssertionError(action)
         if self._timer is not None:

@@ -248,7 +248,13 @@ def _start(state: State, now_ms: float, engine: Engine, work: Work) -> list[Acti
     brought = work.arrival
     if brought is None:
         return [*actions, RunRequest(model=request.model, request=run)]
-    with_kv = RunRequest(model=request.model, request=run, stage=brought.stage, kv_tokens=brought.kv_tokens)
+    with_kv = RunRequest(
+        model=request.model,
+        request=run,
+        stage=brought.stage,
+        kv_tokens=brought.kv_tokens,
+        own_stage=brought.own_stage,
+    )
     return [*actions, with_kv]
 
 

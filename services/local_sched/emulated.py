@@ -30,6 +30,7 @@ from shared.engine import (
     EngineEnded,
     EngineReady,
     ExportKv,
+    FreeStage,
     LoadEngine,
     Order,
     RestDevice,
@@ -260,12 +261,21 @@ class EmulatedGpu:
                 free_blocks = self._free_blocks(engine)
                 events.extend(engine.start_step(self.device, free_blocks, now_ms, self._report_steps))
             if engine.copies.waiting:
-                engine.copies.begin(now_ms, self.device, engine.plan, engine.step)
+                self._begin_copy(now_ms, engine)
         self._set_conditions(now_ms)
+
+    def _begin_copy(self, now_ms: float, engine: Engine) -> None:
+        """Begin the next copy of an engine, if none is under way."""
+        waits = any(each.copies.frees for each in self._engines.values())
+        free_blocks = self._free_blocks(engine)
+        engine.blocks += engine.copies.begin(
+            now_ms, self.device, engine.plan, engine.step, free_blocks, waits
+        )
 
     def _end_copy(self, now_ms: float, engine: Engine, events: list[Event]) -> None:
         """End a copy of KV; what has come in joins the next step."""
-        report, energy_j = engine.copies.finish(self.device)
+        report, energy_j, freed_blocks = engine.copies.finish(self.device)
+        engine.blocks -= freed_blocks
         if report is not None:
             events.append(report)
         self._meter.charge(energy_j)
@@ -337,7 +347,9 @@ class EmulatedGpu:
             events.append(EngineAsleep(model=order.model, level=0, reason="emulated engines do not sleep"))
         elif isinstance(order, ExportKv) and self._obeys(order.model):
             engine = self._engines[order.model]
-            engine.copies.export(order, engine.sequences.get(order.request_id))
+            engine.copies.export(order, engine.sequences.get(order.request_id), self.device.block_tokens)
+        elif isinstance(order, FreeStage) and self._obeys(order.model):
+            self._engines[order.model].copies.free(order.stage)
 
     def _obeys(self, model: str) -> bool:
         return model in self._engines and model not in self._hung_ms

@@ -126,7 +126,7 @@ class Engine:
             steps = min(steps, sequence.end_tokens - sequence.output_tokens)
         steps = max(1, steps)
         grown = [-(-(sequence.computed_tokens + steps) // block_tokens) for sequence in sequences]
-        blocks = sum(grown)
+        blocks = sum(grown) + self.copies.leaving_blocks
         if blocks - self.blocks > free_blocks:
             return [], 1
         self.blocks = blocks
@@ -312,7 +312,7 @@ class Engine:
         return [per_token_j * n + each_j + kv_j * (s.computed_tokens + n) for s, n in parts]
 
     def drop(self, request_id: str) -> float:
-        """Take a request out and free its memory; nothing if it is not here.
+        """Take a request out and free its memory, unless its KV is still copied; nothing if it is not here.
 
         Returns:
             the joules that it has taken and that were not reported.
@@ -322,7 +322,8 @@ class Engine:
             return 0.0
         sequence.stopped = True
         self.aborted_j += sequence.energy_j
-        self.blocks -= sequence.blocks
+        if not sequence.leaving:
+            self.blocks -= sequence.blocks
         return sequence.energy_j
 
     @property

@@ -34,7 +34,8 @@ class Sequence:
     `prefill_tokens` is what must be computed before the first token of this attempt: the prompt, and what
     earlier attempts gave. `output_tokens` counts those; at `end_tokens` it ends by `finish_reason`. What was
     not reported yet: `made_tokens`, `prefilled_tokens` of the prompt, and `energy_j`. `starved`: its next
-    token did not fit. `stopped`: out of the engine. `importing`: its KV is still on its way here.
+    token did not fit. `stopped`: out of the engine. `importing`: its KV is still on its way here. `leaving`:
+    when it is stopped its memory is not free before its KV is copied.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Sequence:
     starved: bool = False
     stopped: bool = False
     importing: bool = False
+    leaving: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from services.local_sched.moves import DESTINATION, SOURCE, holder
 from services.local_sched.spans import end_of, last_span
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Work
-from shared.engine import StopRequest, UnloadEngine
+from shared.engine import FreeStage, StopRequest, UnloadEngine
 from shared.events import STOPPED, Abort, Action, Count, KvLoaded, Released, Send, TokenDelta
 from shared.model import Request, RequestEnd
 
@@ -135,6 +135,8 @@ def leave_moves(state: State, work: Work) -> None:
             if transfer.migrator:
                 gone = Released(move_id=move_id, request=None)
                 moves.notices.append(Send(to=transfer.migrator, message=gone))
+    if work.arrival is not None and work.arrival.own_stage:
+        moves.notices.append(FreeStage(model=work.request.model, stage=work.arrival.stage))
     arrived(state, work, 0, 0.0, "not needed any more")
 
 
@@ -147,13 +149,15 @@ def thaw(state: State, work: Work) -> None:
 
 
 def arrived(state: State, work: Work, tokens: int, took_ms: float, reason: str = "") -> None:
-    """Tell the migrator that the stage of a request that came by a move is not needed any more."""
-    if work.arrival is None:
+    """Let go of the stage of a request: tell the migrator by whom it came, or take its slabs back."""
+    brought, work.arrival = work.arrival, None
+    if brought is None:
         return
-    if work.arrival.migrator:
-        loaded = KvLoaded(move_id=work.arrival.move_id, tokens=tokens, took_ms=took_ms, reason=reason)
-        state.moves.notices.append(Send(to=work.arrival.migrator, message=loaded))
-    work.arrival = None
+    if brought.own_stage:
+        state.offload.free(brought.stage)
+    elif brought.migrator:
+        loaded = KvLoaded(move_id=brought.move_id, tokens=tokens, took_ms=took_ms, reason=reason)
+        state.moves.notices.append(Send(to=brought.migrator, message=loaded))
 
 
 def _stop(state: State, work: Work) -> list[Action]:

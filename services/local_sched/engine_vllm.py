@@ -23,6 +23,7 @@ from shared.engine import (
     EngineEnded,
     EngineReady,
     ExportKv,
+    FreeStage,
     LoadEngine,
     Order,
     RestDevice,
@@ -98,6 +99,7 @@ class VllmEngines:
                 | StopRequest(model=name)
                 | SetPlan(model=name)
                 | ExportKv(model=name)
+                | FreeStage(model=name)
                 | SleepEngine(model=name)
                 | WakeEngine(model=name)
             ):

@@ -9,7 +9,7 @@ has started: an abort only ends the hold. Whatever else lets the request go on h
 
 import msgspec
 
-from services.local_sched import plans, switching
+from services.local_sched import evict, plans, switching
 from services.local_sched.admission import prefill_alone_ms
 from services.local_sched.ends import arrived, with_output
 from services.local_sched.move_mode import KV, STAY, Choice, move_mode
@@ -137,9 +137,11 @@ def freeze(state: State, now_ms: float, event: Release) -> list[Action]:
 
 def exported(state: State, now_ms: float, event: KvExported) -> list[Action]:
     """Tell the migrator what was copied; after the last copy of a frozen request, all of its state."""
-    counted = _copied(state, SOURCE, event.energy_j)
     if event.model in state.engines:
         state.engines[event.model].progress_ms = now_ms
+    if not event.move_id:
+        return evict.exported(state, event)
+    counted = _copied(state, SOURCE, event.energy_j)
     if event.move_id.startswith(switching.PARTED):
         return [*counted, *switching.parted(state, now_ms, event)]
     transfer = state.moves.transfers.get(event.move_id)
@@ -195,8 +197,9 @@ def state_of(now_ms: float, move_id: str, transfer: Transfer, work: Work) -> Rel
 
 
 def imported(state: State, now_ms: float, event: KvImported) -> list[Action]:
-    """A request that came by a move has its KV, or has to compute it after all."""
-    counted = _copied(state, DESTINATION, event.energy_j)
+    """A request has taken its KV from its stage, or has to compute it after all."""
+    own = event.own_stage
+    counted = evict.copied(state, event.energy_j) if own else _copied(state, DESTINATION, event.energy_j)
     engine = state.engines.get(event.model)
     if engine is None:
         return counted
@@ -211,4 +214,4 @@ def imported(state: State, now_ms: float, event: KvImported) -> list[Action]:
         state.changed()
     arrived(state, work, event.tokens, event.took_ms, event.reason)
     labels = {"model": event.model, "outcome": "taken" if event.tokens else "computed"}
-    return [*counted, Count(name="kv_imports", labels=labels)]
+    return [*counted, Count(name="offload_imports" if own else "kv_imports", labels=labels)]

@@ -260,6 +260,8 @@ def _show_load(metrics: Metrics, state: State) -> None:
     metrics.show_each("promised_kv_bytes", "model", promised)
     metrics.show("unacknowledged_attempts", {}, state.outbox.unacknowledged)
     metrics.show("open_moves", {}, state.moves.open)
+    metrics.show("offloaded_bytes", {}, state.offload.taken_bytes)
+    metrics.show("offload_fragmentation", {}, state.offload.fragmentation)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ class Transfer:
 
 @dataclass
 class Moves:
-    """The moves this GPU takes part in, by move id; `notices` are to be sent about some that are over."""
+    """The moves this GPU takes part in, by move id; `notices` are to be said of stages that are over."""
 
     transfers: dict[str, Transfer] = field(default_factory=dict)
     notices: list[Action] = field(default_factory=list)

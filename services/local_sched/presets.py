@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.systems import system_for
 
-_PLAIN: dict[str, Any] = {"pacing": "off", "slack_headroom": 0.0}
+_PLAIN: dict[str, Any] = {"pacing": "off", "slack_headroom": 0.0, "offload_bytes": 0}
 _TURNS: dict[str, Any] = {"shares": "all", "cold_after_ms": math.inf}  # a process stands ready all the time
 _FCFS: dict[str, Any] = {"bypass_max_ms": 0.0}  # then nobody is let past anybody, and all have waited enough
 

@@ -1,12 +1,12 @@
 """What engines report of the requests they run: tokens, ends, and too little memory (3.4)."""
 
-from services.local_sched.admission import enqueue, prefill_alone_ms
 from services.local_sched.attribution import with_joules
-from services.local_sched.ends import count_end, delta_of, fail, finish, forget, leave_engine, with_output
+from services.local_sched.ends import count_end, delta_of, fail, finish, forget
+from services.local_sched.evict import evict
 from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Stage, Work
-from shared.engine import OutOfMemory, StepDone, StepOutput, StopRequest
+from shared.engine import OutOfMemory, StepDone, StepOutput
 from shared.events import Action, Count, HandOff, Send, TokenDelta
 
 STARVED_STEPS = 10
@@ -140,11 +140,11 @@ def _grow(state: State, now_ms: float, work: Work) -> list[Action]:
     while not state.ledger.reserve(request.model, request.request_id, needed):
         victim = _victim(state, work)
         if victim is None and state.switches:
-            return [*actions, *_evict(state, now_ms, work)]  # others will make room for it
+            return [*actions, *evict(state, now_ms, work)]  # others will make room for it
         if victim is None:
             reason = f"out of memory: {needed} tokens of KV do not fit on {state.gpu}"
             return [*actions, *fail(state, now_ms, [work], reason)]
-        actions += _evict(state, now_ms, victim)
+        actions += evict(state, now_ms, victim)
     return actions
 
 
@@ -182,7 +182,7 @@ def relieve(state: State, now_ms: float) -> list[Action]:
         if victim is None:
             reason = f"out of memory: {state.gpu} has no memory for its next token and nothing to evict"
             return [*actions, *fail(state, now_ms, [work], reason)]
-        actions += _evict(state, now_ms, victim)
+        actions += evict(state, now_ms, victim)
         steps_ms = STARVED_STEPS * state.engines[work.request.model].pace_ms
         state.starved[run_id] = now_ms + max(STARVED_STEPS * state.settings.oom_grace_ms, steps_ms)
     return actions
@@ -197,18 +197,3 @@ def _victim(state: State, spared: Work) -> Work | None:
         if work is not spared
     )
     return min(running, key=lambda w: (w.urgent, w.context_tokens, w.request.request_id), default=None)
-
-
-def _evict(state: State, now_ms: float, work: Work) -> list[Action]:
-    """Put a running request back into the queue; it goes on from the tokens that it has."""
-    request = work.request
-    leave_engine(state, work)
-    work.request = with_output(work)
-    work.tokens, work.prefilled_tokens, work.run_tokens = [], 0, 0
-    work.run_first_ms = None
-    work.runnable_ms, work.due_ms = now_ms, now_ms + request.objectives.ttft_ms
-    work.prefill_ms = prefill_alone_ms(state, request.model, work.request.context_tokens)
-    state.evicted_ms = now_ms
-    enqueue(state, work)
-    stop = StopRequest(model=request.model, request_id=work.run_id)
-    return [stop, Count(name="evictions", labels={"model": request.model})]

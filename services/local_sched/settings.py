@@ -32,6 +32,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             paper has them.
         fixed_pool_share: share of the device's memory that the fixed pool of any other engine gets when
             `kv_pool_bytes` is 0.
+        offload_bytes: host memory for KV of evicted requests, which then need not be computed again; 0: none.
+        offload_slab_bytes: about how much of that is given out at a time.
         load_timeout_ms, load_timeout_factor: an engine that is still loading after this long, and after so
             many times what its look-up table says, hangs; it is ended, and has failed.
         cold_after_ms: a device without engines for this long rests ``cold``: what holds its context is ended.
@@ -96,6 +98,8 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ample_memory: float = 0.5
     kv_pool_bytes: int = 0
     fixed_pool_share: float = 0.25
+    offload_bytes: int = 32 << 30
+    offload_slab_bytes: int = 2 << 20
     load_timeout_ms: float = 180_000.0
     load_timeout_factor: float = 10.0
     cold_after_ms: float = 10_000.0

@@ -17,6 +17,7 @@ from shared.devices import Device
 from shared.lut import Lut
 from shared.model import ModelSpec, Plan
 from shared.shelf import Shelf
+from shared.slabs import SlabPool
 from shared.weights import HostCaches
 
 EMULATED = "emulated"  # kind of engines
@@ -134,6 +135,9 @@ class State:
         sleeps: without engines it has a process that stands ready, for a while.
         asleep: models whose engines do so, with their weights in host memory.
         rest: the state in which the device is without engines; `empty_ms` is since when it has none.
+        offload: host memory that engines keep KV of evicted requests in, by their last run (`evict.py`).
+        host_bytes_s: how fast KV is copied there, as measured lately.
+        evicted_ms: when what was evicted last has left, copies of KV included.
         to_load: models to be loaded once engines are gone, in that order.
         clearing: one has died that takes all others with it, and they are not all gone yet.
         drained, room_short: the placement in force says so; `role`: which phases it leaves to this GPU.
@@ -156,6 +160,8 @@ class State:
     elastic_kv: bool
     sleeps: bool
     energy: EnergyBook
+    offload: SlabPool = field(init=False)
+    host_bytes_s: float = field(init=False)
     moves: Moves = field(default_factory=Moves)
     caches: HostCaches = field(default_factory=HostCaches)
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -204,6 +210,8 @@ class State:
 
     def __post_init__(self) -> None:
         self.rest = "sleeping" if self.engine_kind == EMULATED else "cold"  # no engine has left yet
+        self.offload = SlabPool(self.settings.offload_bytes, self.settings.offload_slab_bytes)
+        self.host_bytes_s = 1000.0 * self.device.host_bytes_per_ms
 
     @property
     def first_rest(self) -> str:

@@ -11,12 +11,21 @@ GROWTH_TOKENS = 64
 
 
 class Arrival(NamedTuple):
-    """What a request has brought along by a move: the KV of `kv_tokens` tokens of its context, in a stage."""
+    """What a request finds in a stage when its next run begins: the KV of `kv_tokens` tokens of its context.
+
+    It has brought that along by a move, which `migrator` drives; or its model has lost the turn
+    (`switching.py`); or it was evicted, and its engine keeps the KV in a stage of its own.
+    """
 
     stage: str
     kv_tokens: int
-    move_id: str
-    migrator: str
+    move_id: str = ""
+    migrator: str = ""
+
+    @property
+    def own_stage(self) -> bool:
+        """Whether the stage is its engine's own."""
+        return not self.move_id
 
 
 class Stage(Enum):
@@ -46,7 +55,7 @@ class Work:
         urgent: it outgrew its reservation and goes first (3.4, mispredictions).
         dispatch: the rule by which the global scheduler chose this GPU; empty after a move.
         hand_to: (GPU, host) where it is to go on after its first token; None: here.
-        arrival: what it has brought along and its engine has not said to have yet.
+        arrival: KV that lies in a stage for it, and that its engine has not said to have taken yet.
     """
 
     request: Request

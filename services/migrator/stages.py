@@ -10,8 +10,8 @@ import mmap
 import os
 from pathlib import Path
 
-from services.migrator.pool import SlabPool
 from shared.errors import ConfigError
+from shared.slabs import SlabPool
 from shared.stage import HEADER_BYTES, Stage, StageSettings, record_bytes, stage_bytes, stage_path
 
 LOCK = ".lock"

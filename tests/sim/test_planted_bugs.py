@@ -7,6 +7,8 @@ global_sched   keeps a request in its waiting room that it has sent to a GPU
 local_sched    does not give back the memory of requests that end
 local_sched    forgets the token at which it evicts a request
 local_sched    stops nothing in its engines
+local_sched    keeps host memory for the KV of requests that have it back
+local_sched    does not tell an engine to drop KV that nobody comes back for
 consolidator   places models without asking whether they fit
 consolidator   goes on with an old placement version when it begins to lead
 migrator       never ends a move that it gives up
@@ -24,10 +26,12 @@ from services.consolidator import core as consolidator
 from services.consolidator import upkeep
 from services.gateway.core import GatewayCore
 from services.global_sched.asks import WaitingRoom
-from services.local_sched import ends, running
+from services.local_sched import ends, evict
+from services.local_sched.emulated_kv import Copies
 from services.local_sched.ledger import Ledger
 from services.migrator.core import MigratorCore
 from shared import events as ev
+from shared.slabs import SlabPool
 from sim.check import InvariantBroken
 from sim.soak import play
 
@@ -73,11 +77,19 @@ def local_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
         request = right(work)
         return replace(request, output_tokens=request.output_tokens[:-1])
 
-    patch.setattr(running, "with_output", wrong)
+    patch.setattr(evict, "with_output", wrong)
 
 
 def local_stops_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ends, "_stop", lambda state, work: [])
+
+
+def local_keeps_host_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlabPool, "free", lambda self, name: None)
+
+
+def local_drops_no_kv(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copies, "free", lambda self, stage: None)
 
 
 def consolidator_overfills(patch: pytest.MonkeyPatch) -> None:
@@ -129,8 +141,10 @@ PLANTS: dict[Plant, int] = {  # and a seed that was seen to catch it, which is t
     gateway_forgets_ends: 1,
     scheduler_keeps_what_it_sent: 0,
     local_keeps_memory: 0,
-    local_forgets_a_token: 13,
+    local_forgets_a_token: 1,
     local_stops_nothing: 4,
+    local_keeps_host_memory: 0,
+    local_drops_no_kv: 73,
     consolidator_overfills: 2,
     consolidator_goes_back: 0,
     migrator_never_ends: 61,

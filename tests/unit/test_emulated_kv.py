@@ -1,6 +1,9 @@
 """KV of an emulated engine, out to stages and in from them: blocks, tokens, time, energy."""
 
+import dataclasses
+
 import pytest
+from msgspec.structs import replace
 
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.made_up import VocabSlice
@@ -164,3 +167,68 @@ def test_kv_that_finds_no_memory_is_computed_again() -> None:
     lab.do(en.RunRequest(model=MODEL.name, request=big, stage="s", kv_tokens=tokens + 50))
     (told,) = [event for event in lab.until(en.KvImported) if isinstance(event, en.KvImported)]
     assert told.tokens == 0 and "memory" in told.reason
+
+
+# ---- of evicted requests
+
+
+def evict(blocks: int, run: str = "r1") -> tuple[en.Order, en.Order]:
+    """What a scheduler orders: the KV into a stage of the engine's own, and the request out of it."""
+    out = replace(export(blocks=blocks, stage=run, run=run), move_id="", room_blocks=blocks)
+    return out, en.StopRequest(model=MODEL.name, request_id=run)
+
+
+def come_back(kv_tokens: int, output: tuple[int, ...] = (), prompt: int = 100) -> en.RunRequest:
+    back = request("r1~2", prompt=prompt, output=output)
+    return en.RunRequest(model=MODEL.name, request=back, stage="r1", kv_tokens=kv_tokens, own_stage=True)
+
+
+def imported(events: list[Event]) -> en.KvImported:
+    (found,) = [event for event in events if isinstance(event, en.KvImported)]
+    return found
+
+
+def test_an_evicted_request_keeps_its_memory_until_its_kv_is_copied_and_comes_back_with_it() -> None:
+    lab = Lab()
+    lab.do(en.RunRequest(model=MODEL.name, request=request()))
+    made = lab.tokens(20)
+    engine = lab.gpu.engines[MODEL.name]
+    lab.do(*evict(blocks=7))
+    lab.gpu.advance(lab.now_ms)
+    assert not engine.sequences and engine.blocks == engine.copies.leaving_blocks == 8
+    began_ms = lab.now_ms
+    report = exported(lab.until(en.KvExported))
+    assert (report.move_id, report.blocks, report.tokens, report.reason) == ("", 7, 112, "")
+    assert lab.now_ms - began_ms == pytest.approx(transfer_ms(H100, 112 * TOKEN_BYTES, "pcie"))
+    assert engine.blocks == engine.copies.leaving_blocks == 0 and engine.copies.kept == {"r1": 112}
+    lab.do(come_back(112, tuple(made)))
+    taken = imported(lab.until(en.KvImported))
+    assert (taken.tokens, taken.own_stage, taken.reason) == (112, True, "") and engine.copies.kept == {}
+    assert engine.sequences["r1~2"].computed_tokens == 112 and len(lab.tokens(1)) == 1
+
+
+def test_memory_that_is_still_leaving_is_waited_for_by_kv_that_comes_in() -> None:
+    lab = Lab()
+    lab.do(en.RunRequest(model=MODEL.name, request=request(prompt=3_000)))
+    lab.tokens(2)
+    device = lab.gpu.device
+    room_bytes = 16 * 16 * TOKEN_BYTES
+    lab.gpu.device = dataclasses.replace(device, total_bytes=lab.gpu.used_bytes + room_bytes)
+    lab.do(*evict(blocks=187))
+    lab.do(come_back(2_992, (1, 2), prompt=3_000))
+    assert imported(lab.until(en.KvImported)).tokens == 2_992
+
+
+def test_a_stage_that_is_dropped_or_was_never_made_is_not_there() -> None:
+    lab = Lab()
+    lab.do(en.RunRequest(model=MODEL.name, request=request()))
+    lab.tokens(20)
+    lab.do(*evict(blocks=7), en.FreeStage(model=MODEL.name, stage="r1"))
+    lab.until(en.KvExported)
+    assert lab.gpu.engines[MODEL.name].copies.kept == {}
+    lab.do(*evict(blocks=7))  # of a request that is gone already
+    assert exported(lab.until(en.KvExported)).reason == "the request is not here"
+    lab.do(come_back(112))
+    none = imported(lab.until(en.KvImported))
+    assert none.tokens == 0 and "no such stage" in none.reason
+    assert len(lab.tokens(1)) == 1  # it is computed

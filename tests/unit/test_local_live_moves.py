@@ -241,7 +241,7 @@ def test_the_migrator_hears_of_a_request_that_ends_or_goes_on_otherwise():
     ledger.capacity_bytes -= ledger.free_bytes
     bench.do(en.OutOfMemory(model=MODEL.name, request_id=bench.runs["r2"]))
     assert sent(bench.actions, ev.Released)[-1] == gone  # it was evicted
-    assert bench.state.moves.transfers == {} and bench.state.works["r1"].arrival is None
+    assert bench.state.moves.transfers == {} and not bench.state.works["r1"].arrival.migrator
     bench.do(COMMIT)
     assert "r1" in bench.state.works
 

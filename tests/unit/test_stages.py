@@ -1,18 +1,13 @@
-"""Stages of moving requests: their books, their files, and what is in them."""
+"""Stages of moving requests: their files, and what is in them."""
 
 import asyncio
 import gc
 import os
-import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from services.migrator.pool import SlabPool
 from services.migrator.stages import Stages
-from shared.catalog import entries
 from shared.errors import ConfigError, FestinaError
 from shared.stage import (
     HEADER_BYTES,
@@ -26,62 +21,6 @@ from shared.stage import (
 )
 
 HEADER = StageHeader(model="m", digest="d", dtype="float32", shape=(4, 2, 32, 128), block_tokens=32)
-
-
-# ---- the pool
-
-
-def test_a_stage_takes_whole_slabs_of_its_own_shape() -> None:
-    pool = SlabPool(max_bytes=10_000, slab_bytes=1_000)
-    assert pool.hold("a", 300, 4) == ""  # 3 blocks to a slab: 2 slabs of 900
-    assert (pool.taken_bytes, pool.used_bytes, pool.blocks_of("a")) == (1_800, 1_200, 6)
-    assert pool.fragmentation == pytest.approx(1 / 3)
-    assert pool.hold("a", 300, 6) == ""  # there is room already
-    assert (pool.taken_bytes, pool.fragmentation) == (1_800, 0.0)
-    assert pool.hold("b", 4_000, 2) == ""  # larger than a slab: one block each
-    assert (pool.taken_bytes, pool.stages) == (9_800, ("a", "b"))
-    assert pool.hold("a", 300, 7) == "200 of 10000 bytes for stages are free, not 900"
-    assert pool.hold("b", 300, 1) == "stage b has blocks of 4000 bytes, not of 300"
-    assert (pool.taken_bytes, pool.blocks_of("a")) == (9_800, 6)
-    pool.free("a")
-    pool.free("a")
-    pool.free("b")
-    assert (pool.taken_bytes, pool.used_bytes, pool.fragmentation, pool.stages) == (0, 0, 0.0, ())
-
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.sampled_from((70, 300, 2_500)), st.integers(0, 40)), max_size=60
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(STEPS)
-def test_the_books_are_right_and_the_bound_holds_whatever_comes(
-    steps: list[tuple[str, int, int]],
-) -> None:
-    pool = SlabPool(max_bytes=20_000, slab_bytes=1_000)
-    wanted: dict[str, tuple[int, int]] = {}
-    for name, block_bytes, blocks in steps:
-        if blocks == 0:
-            pool.free(name)
-            wanted.pop(name, None)
-        elif not pool.hold(name, block_bytes, blocks):
-            assert wanted.get(name, (block_bytes, 0))[0] == block_bytes
-            wanted[name] = (block_bytes, max(blocks, wanted.get(name, (0, 0))[1]))
-        assert pool.used_bytes == sum(size * count for size, count in wanted.values())
-        assert pool.used_bytes <= pool.taken_bytes <= 20_000
-        assert set(pool.stages) == wanted.keys()
-        assert all(pool.blocks_of(each) >= count for each, (_, count) in wanted.items())
-
-
-def test_with_the_models_of_the_catalog_less_than_a_fifth_is_lost() -> None:
-    draw, models = random.Random(3), [entry.spec() for entry in entries()]
-    pool = SlabPool(max_bytes=1 << 50, slab_bytes=StageSettings().slab_bytes)
-    for number in range(500):
-        model, context_tokens = draw.choice(models), int(draw.lognormvariate(6.5, 1.0)) + 1
-        pool.hold(str(number), 16 * model.kv_bytes_per_token, -(-context_tokens // 16))
-    print(f"{pool.fragmentation:.1%} of {pool.taken_bytes / 1e9:.1f} GB are lost")
-    assert 0.0 < pool.fragmentation < 0.2
 
 
 # ---- what is in a stage

@@ -1,14 +1,17 @@
-"""The KV of an engine's requests, out of its blocks into a stage and back (3.5, F).
+"""The KV of an engine's requests, out of its blocks into a stage and back (3.4, 3.5, F).
 
 The engine's process is its own worker, and this runs between its steps: nothing else touches the blocks
-meanwhile. On a GPU the copies would be the same, once the streams are drained.
+meanwhile. On a GPU the copies would be the same, once the streams are drained. Stages of moves are files that
+the migrator has made; those of evicted requests are memory of this process, and end with it.
 """
 
 import hashlib
+import mmap
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from services.local_sched.vllm_ext.scheduler import PlanScheduler, external_id
 from shared.engine import ExportKv, KvExported, KvImported, RunRequest
 from shared.errors import FestinaError
 from shared.model import ModelSpec
-from shared.stage import Stage, StageDamaged, StageHeader, mapped, stage_path
+from shared.stage import Stage, StageDamaged, StageHeader, mapped, stage_bytes, stage_path
 
 SAMPLES, SAMPLE_BYTES = 32, 4096
 
@@ -31,7 +34,7 @@ class KvPort:
         model: what the engine serves.
         scheduler: the engine's.
         layers: vLLM's layers by name; those with a KV cache have it as (block, KV head, token, K and V).
-        folder: where this host's stages are; None: there are none.
+        folder: where this host's stages of moves are; None: there are none.
     """
 
     def __init__(
@@ -42,9 +45,10 @@ class KvPort:
         self._folder = folder
         caches = [layer.kv_cache for layer in layers.values() if getattr(layer, "kv_cache", None) is not None]
         self.caches: list[torch.Tensor] = caches
+        self._own: dict[str, Stage] = {}  # of evicted requests
         self._header: StageHeader | None = None
         one_shape = {(cache.dtype, cache.shape[1:]) for cache in caches}
-        if folder is not None and len(one_shape) == len(scheduler.kv_cache_config.kv_cache_groups) == 1:
+        if len(one_shape) == len(scheduler.kv_cache_config.kv_cache_groups) == 1:
             self._header = StageHeader(
                 model=model.name,
                 digest=weights_digest(Path(model.weights)),
@@ -72,8 +76,10 @@ class KvPort:
             request = self._find(order.request_id)
             total_blocks, ready_blocks = self._progress(request)
             blocks = range(order.first_block, min(order.first_block + order.blocks, ready_blocks))
+            if order.room_blocks:
+                self._make_own(order.stage, order.room_blocks)
             if order.stage:
-                checksums, tokens = self._copy(order.stage, request, blocks)
+                checksums, tokens = self._copy(order, request, blocks)
         except FestinaError as error:
             reason = str(error)
         return KvExported(
@@ -89,11 +95,11 @@ class KvPort:
             reason=reason,
         )
 
-    def _copy(self, name: str, request: Request, blocks: range) -> tuple[list[int], int]:
+    def _copy(self, order: ExportKv, request: Request, blocks: range) -> tuple[list[int], int]:
         """Copy blocks into a stage; returns their checksums, and how many tokens the stage covers now."""
-        path, header = self._place(name)
+        header = self._described()
         (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        with mapped(path, writes=(blocks.start, len(blocks))) as stage:
+        with self._stage(order.stage, order.room_blocks > 0, (blocks.start, len(blocks))) as stage:
             self._claim(stage, header)
             checksums = [
                 self._write(stage, block, block_ids[block], request.num_computed_tokens) for block in blocks
@@ -132,12 +138,12 @@ class KvPort:
         started = time.perf_counter()
         tokens, reason = 0, ""
         try:
-            path, header = self._place(order.stage)
+            header = self._described()
             try:
-                with mapped(path) as stage:
+                with self._stage(order.stage, order.own_stage) as stage:
                     tokens = self._read(stage, header, self._find(order.request.request_id), order.kv_tokens)
             finally:
-                path.unlink(missing_ok=True)
+                self._remove(order)
         except FestinaError as error:
             reason = str(error)
         return KvImported(
@@ -146,7 +152,22 @@ class KvPort:
             tokens=tokens,
             took_ms=(time.perf_counter() - started) * 1000,
             reason=reason,
+            own_stage=order.own_stage,
         )
+
+    def free(self, name: str) -> None:
+        """Drop the stage of an evicted request; nothing if there is none."""
+        self._own.pop(name, None)
+
+    def free_all(self) -> None:
+        """Drop all of them: who sleeps gives host memory back as well."""
+        self._own.clear()
+
+    def _remove(self, order: RunRequest) -> None:
+        if order.own_stage:
+            self.free(order.stage)
+        else:
+            self._path(order.stage).unlink(missing_ok=True)
 
     def _read(self, stage: Stage, header: StageHeader, request: Request, kv_tokens: int) -> int:
         """Put a stage's KV into new blocks of a request; returns how many of its tokens it spares."""
@@ -170,11 +191,32 @@ class KvPort:
 
     # ---- both
 
-    def _place(self, name: str) -> tuple[Path, StageHeader]:
-        if self._folder is None or self._header is None:
-            why = "there is no folder for stages" if self._folder is None else "it is not of one shape"
-            raise FestinaError(f"the KV of {self._model} cannot be moved: {why}")
-        return stage_path(self._folder, name), self._header
+    def _described(self) -> StageHeader:
+        """Return what stages say of this engine's KV; raises FestinaError if it cannot be copied."""
+        if self._header is None:
+            raise FestinaError(f"the KV of {self._model} cannot be moved: it is not of one shape")
+        return self._header
+
+    def _path(self, name: str) -> Path:
+        if self._folder is None:
+            raise FestinaError(f"the KV of {self._model} cannot be moved: there is no folder for stages")
+        return stage_path(self._folder, name)
+
+    def _make_own(self, name: str, room_blocks: int) -> None:
+        """Make a stage of this process: zeroed memory, of which only what is written is ever taken."""
+        memory = memoryview(mmap.mmap(-1, stage_bytes(self._block_bytes, room_blocks)))
+        self._own[name] = Stage.format(memory, self._block_bytes)
+
+    @contextmanager
+    def _stage(self, name: str, own: bool, writes: tuple[int, int] = (0, 0)) -> Iterator[Stage]:
+        """Open a stage, one of this process (`own`) or a file; raises FestinaError if there is none."""
+        if not own:
+            with mapped(self._path(name), writes) as stage:
+                yield stage
+        elif name in self._own:
+            yield self._own[name]
+        else:
+            raise StageDamaged(f"the stage {name} is not there")
 
     def _find(self, request_id: str) -> Request:
         for request in self._scheduler.requests.values():

@@ -21,6 +21,7 @@ from shared.engine import (
     EngineAsleep,
     EngineReady,
     ExportKv,
+    FreeStage,
     LoadEngine,
     OutOfMemory,
     RunRequest,
@@ -113,6 +114,8 @@ class ServedModel:
                     yield self._kv.take(order)
             case ExportKv():
                 yield self._kv.export(order)
+            case FreeStage(stage=stage):
+                self._kv.free(stage)
             case StopRequest(request_id=request_id):
                 self._engine.abort_request([request_id])
             case SetPlan(plan=plan):
@@ -133,6 +136,7 @@ class ServedModel:
         try:
             self._check_idle()
             freed_bytes = self._sleeper.sleep(level)
+            self._kv.free_all()
         except FestinaError as error:
             reason = str(error)
         took_ms = (time.perf_counter() - started) * 1000

@@ -14,6 +14,7 @@ from shared.engine import (
     EngineEnded,
     EngineReady,
     ExportKv,
+    FreeStage,
     KvExported,
     KvImported,
     LoadEngine,
@@ -56,7 +57,7 @@ class SmCut(Struct):
 
 
 EngineOrder: TypeAlias = (
-    LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv | SleepEngine | WakeEngine | UseSms
+    LoadEngine | RunRequest | StopRequest | SetPlan | ExportKv | FreeStage | SleepEngine | WakeEngine | UseSms
 )
 EngineReport: TypeAlias = (
     EngineReady | EngineAsleep | StepDone | OutOfMemory | KvExported | KvImported | EngineEnded | Alive

@@ -1,8 +1,9 @@
-"""What a host's stages may take of its memory: slabs, each of one KV shape, within a bound (3.5).
+"""What stages of KV may take of host memory: slabs, each of one KV shape while in use, within a bound (3.5).
 
 Models differ in the bytes of a KV block by a factor of a hundred. So a slab is a whole number of blocks of
-one shape, near the size asked for, and a stage is a whole number of slabs: what is lost is the end of its
-last one.
+one shape, near the size asked for, and a stage is a whole number of slabs, which go back to all shapes with
+it: what is lost is the end of its last one. A migrator keeps these books of the requests that move, a local
+scheduler of those that it has evicted.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class _Held:
 
 
 class SlabPool:
-    """The books of a host's stages.
+    """The books of all stages of one owner.
 
     Args:
         max_bytes: the bound.

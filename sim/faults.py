@@ -114,7 +114,8 @@ def _device_lost(world: "World", fault: Fault) -> None:
     node = _gpu(world, fault.target)
     if node.core is None:
         return
-    models = list(node.local.state.engines)
+    # those that wait for their turn, with their weights in host memory, are not on it
+    models = [name for name, engine in node.local.state.engines.items() if engine.state != "asleep"]
     world.hardware.replace(node)
     for model in models:
         world.feed(node, EngineEnded(model=model, reason="the device is lost"))

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.festina-installed
 UP_FLAGS := $(if $(EMULATED),--emulated)
 
-.PHONY: help setup setup-vllm up test test-resilience test-compose live-check consolidate-check gpu-check sim-soak paper lint compiled bench clean
+.PHONY: help setup setup-vllm up test test-systems test-resilience test-compose live-check consolidate-check gpu-check sim-soak paper lint compiled bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,9 +26,13 @@ setup-vllm: setup  ## make .venv-vllm, the environment of the CPU engine, and co
 up: setup  ## start a pool here: 4 emulated H100, and vLLM on CPU (EMULATED=1 leaves that out)
 	@$(BIN)/festina up $(UP_FLAGS)
 
-test: setup setup-vllm  ## all tests: those of one process side by side, then those of whole pools
+test: setup setup-vllm  ## all tests: those of one process, then files of servers and pools two at a time, then what disturbs pools
 	$(BIN)/python -m pytest -n auto tests/unit tests/property tests/sim
-	$(BIN)/python -m pytest tests/integration tests/e2e tests/resilience
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration tests/e2e
+	$(BIN)/python -m pytest tests/resilience
+
+test-systems: setup  ## a live emulated pool under each of the systems in turn, about two minutes
+	FESTINA_EVERY_SYSTEM=1 $(BIN)/python -m pytest -v tests/e2e/test_systems_pool.py
 
 test-resilience: setup setup-vllm  ## kill, cut off and restart everything under load, for several minutes
 	FESTINA_RESILIENCE_ROUNDS=10 FESTINA_FUZZ_S=60 $(BIN)/python -m pytest -v -s -m resilience tests/resilience \

@@ -128,7 +128,7 @@ class RunningPool:
     def output(self) -> str:
         return (self.folder / "up.log").read_text(errors="replace")
 
-    def wait_for_models(self, *names: str, key: str = "", within_s: float = 60.0) -> None:
+    def wait_for_models(self, *names: str, key: str = "", within_s: float = 180.0) -> None:
         """Wait until these models are loaded."""
         deadline = time.monotonic() + within_s
         missing = set(names)

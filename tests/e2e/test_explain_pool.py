@@ -71,7 +71,7 @@ def test_a_person_reads_the_same(pool: RunningPool, answer: Any) -> None:
     lines = told.stdout.splitlines()
     assert answer.id.removeprefix("chatcmpl-") in lines[0] and MODEL in lines[0]
     assert sum(line.startswith(">") for line in lines) == 3
-    assert any("wanted: the first token within 250 ms" in line for line in lines)
+    assert any("wanted: the first token within 250 ms" in line for line in lines), told.stdout
     assert any("60 tokens on" in line and " J with its prefill" in line for line in lines)
 
 

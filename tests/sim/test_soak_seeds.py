@@ -11,6 +11,7 @@ PER_TEST = 10
 OTHERS = {
     "festina-paper": 20,
     "festina-pdd": 12,
+    "aegaeon": 12,
 }  # how many seeds of each; `make sim-soak SYSTEM=...` plays more
 
 

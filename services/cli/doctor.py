@@ -35,7 +35,7 @@ def doctor(
         wanted=where.clocks == "nvml",
         gpu_type=where.gpu_type,
     )
-    rows = preflight.judge(host)
+    rows = preflight.judge(host, where.sm_partition, where.mps_share_pct)
     if as_json:
         found = {"failed": preflight.failed(rows), "rows": rows, "host": host}
         sys.stdout.write(json.dumps(msgspec.to_builtins(found), indent=2) + "\n")

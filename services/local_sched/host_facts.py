@@ -59,7 +59,8 @@ class GuardFacts(msgspec.Struct, frozen=True):
 class MpsFacts(msgspec.Struct, frozen=True):
     """The MPS control daemon, by its folder of pipes; `named` by CUDA_MPS_PIPE_DIRECTORY.
 
-    `owner_uid` is whose control pipe it is, None where there is none; `daemon`: its process can be seen.
+    `owner_uid` is whose control pipe it is, None where there is none; `daemon`: its process can be seen. That
+    cannot be from another container.
     """
 
     directory: str = "/tmp/nvidia-mps"
@@ -141,13 +142,16 @@ def no_green_contexts(host: HostFacts) -> str:
 
 
 def no_mps(host: HostFacts) -> str:
-    """Return why engines here would not run under MPS; empty if they would."""
+    """Return why engines here would not run under MPS; empty if they would.
+
+    A pipe in the folder that the configuration names is believed in, though its daemon is not to be seen.
+    """
     mps = host.mps
     if host.driver_trouble or not host.gpus:
         return "no NVIDIA GPU"
     if mps.owner_uid is None:
         return f"no control pipe in {mps.directory}"
-    if not mps.daemon:
+    if not mps.daemon and not mps.named:
         return f"a control pipe in {mps.directory}, and no daemon to be seen"
     if host.uid not in (mps.owner_uid, 0) and mps.owner_uid != 0:
         return f"the daemon at {mps.directory} is user {mps.owner_uid}'s, and we are user {host.uid}"

@@ -98,9 +98,8 @@ class SmFacts(NamedTuple):
 
 
 def sm_facts(host: HostFacts) -> SmFacts:
-    """Return what a host's facts say of it; where no daemon is to be seen it may be in another container."""
-    named = host.mps.named and host.mps.owner_uid is not None
-    return SmFacts("" if host.gpus and named else no_mps(host), no_green_contexts(host))
+    """Return what a host's facts say of it."""
+    return SmFacts(no_mps(host), no_green_contexts(host))
 
 
 class Partition(NamedTuple):

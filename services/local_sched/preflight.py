@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from services.local_sched.host_facts import HostFacts, cuda_of, no_green_contexts, no_mps
+from services.local_sched.partition import partition_for, sm_facts
 from services.local_sched.preflight_gpu import (
     CHECKS,
     FAILED,
@@ -19,16 +20,24 @@ from services.local_sched.preflight_gpu import (
     Row,
     state,
 )
+from shared.devices import device_for
+from shared.errors import ConfigError
 
 
-def judge(host: HostFacts) -> list[Row]:
-    """Return a row for every check that makes sense on this host; GPUs that are alike share one."""
+def judge(host: HostFacts, sm_partition: str = "auto", mps_share_pct: int = 100) -> list[Row]:
+    """Return a row for every check that makes sense on this host; GPUs that are alike share one.
+
+    Args:
+        host: the facts.
+        sm_partition, mps_share_pct: as a local scheduler here is set (section ``device``).
+    """
     if host.driver_trouble or not host.gpus:
         return [_no_gpu(host), _engine(host)]
     rows = [Row(check="driver", outcome=OK, found=f"{host.driver}, NVML {host.nvml}, CUDA {cuda_of(host)}")]
     for check in CHECKS:
         rows += _merged(check(host, gpu) for gpu in host.gpus if check is state or not gpu.trouble)
-    return [*rows, _mps(host), _green(host), _engine(host)]
+    shares = [_shares(host, sm_partition, mps_share_pct)] if host.gpu_type else []
+    return [*rows, _mps(host), _green(host), *shares, _engine(host)]
 
 
 def failed(rows: list[Row]) -> bool:
@@ -62,21 +71,22 @@ def _mps(host: HostFacts) -> Row:
     mps, why = host.mps, no_mps(host)
     if not why:
         clients = sorted({pid for gpu in host.gpus for pid in gpu.mps_processes})
-        found = f"daemon of user {mps.owner_uid} at {mps.directory}, {len(clients)} clients"
+        seen = "" if mps.daemon else ", which is in another container or gone"
+        found = f"daemon of user {mps.owner_uid} at {mps.directory}{seen}, {len(clients)} clients"
         means = "engines compute side by side, each on its SMs; a fatal fault of one ends all on its GPU"
         return Row(check="MPS", outcome=OK, found=found, means=means)
-    if mps.named and mps.owner_uid is None:
-        means = "CUDA_MPS_PIPE_DIRECTORY is set, and engines would not start, or run without MPS"
-        cure = f"`nvidia-cuda-mps-control -d` as user {host.uid} with this folder, or unset the variable"
-        return Row(check="MPS", outcome=FAILED, found=why, means=means, cure=cure)
     if mps.owner_uid is not None:
-        means = (
-            "in another container it serves; stale, or another user's, CUDA programs may hang at their start"
+        means = "stale, or another user's: CUDA programs may hang at their start"
+        cure = (
+            f"`echo quit | nvidia-cuda-mps-control` as its user, or remove {mps.directory}; name the folder "
+            "in CUDA_MPS_PIPE_DIRECTORY if its daemon is in another container"
         )
-        cure = f"`echo quit | nvidia-cuda-mps-control` as its user, or remove {mps.directory}"
         return Row(check="MPS", outcome=WARNING, found=why, means=means, cure=cure)
     means = "engines on one GPU take turns on all of its SMs, whatever shares they are given"
-    cure = "`nvidia-cuda-mps-control -d` as the user of the engines, before they start"
+    cure = (
+        f"`nvidia-cuda-mps-control -d` as user {host.uid}, with this folder, before engines start; "
+        "where containers are composed, --profile mps"
+    )
     return Row(check="MPS", outcome=WARNING, found=f"off: {why}", means=means, cure=cure)
 
 
@@ -93,6 +103,21 @@ def _green(host: HostFacts) -> Row:
     means = "SM shares are fixed at an engine's start by MPS, or there are none"
     cure = "a driver of 550 or later; in the engine's environment torch for CUDA, which brings cuda-bindings"
     return Row(check=check, outcome=WARNING, found=why, means=means, cure=cure)
+
+
+def _shares(host: HostFacts, sm_partition: str, mps_share_pct: int) -> Row:
+    """Which way vLLM engines would share the SMs, and why no better one."""
+    check = "SM shares"
+    try:
+        used = partition_for(sm_partition, mps_share_pct, device_for(host.gpu_type), sm_facts(host))
+    except ConfigError as error:
+        means, cure = "no local scheduler of vLLM engines starts", "leave FESTINA_DEVICE_SM_PARTITION at auto"
+        return Row(check=check, outcome=FAILED, found=str(error), means=means, cure=cure)
+    found = f"{used.means}: {used.why}"
+    if used.means in ("green", sm_partition):
+        return Row(check=check, outcome=OK, found=found)
+    means = "the scheduler reckons with the shares that there are; it sets none by load"
+    return Row(check=check, outcome=WARNING, found=found, means=means, cure="see the two rows above")
 
 
 def _engine(host: HostFacts) -> Row:

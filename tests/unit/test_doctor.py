@@ -26,6 +26,7 @@ from services.local_sched.host_facts import (
     no_green_contexts,
     no_mps,
 )
+from services.local_sched.partition import sm_facts
 from services.local_sched.preflight import failed, judge
 from services.local_sched.preflight_gpu import FAILED, NOT_APPLICABLE, OK, WARNING, Row
 
@@ -49,6 +50,7 @@ GPU = GpuFacts(
 CUDA_ENV = EngineFacts(*("p", "", "0.32.0", "2.13.0", "13.0"), cuda_bindings="13.0.1", tested=("0.32.0",))
 GUARD = GuardFacts(socket="/s", named=True, gpus=(Standing(gpu=UUIDS[0]),))
 MPS_ON, MPS_OFF = MpsFacts(owner_uid=1000, daemon=True), MpsFacts()
+MPS_ELSEWHERE = MpsFacts(directory="/mps", named=True, owner_uid=1000)
 WELL = HostFacts(
     driver="580.95.05",
     nvml="13.580",
@@ -135,7 +137,11 @@ def test_on_a_host_that_is_well_nothing_is_to_be_done() -> None:
         (replace(WELL, mps=replace(MPS_ON, owner_uid=7)), "MPS", WARNING, "user 7's"),
         (replace(WELL, mps=replace(MPS_ON, owner_uid=0)), "MPS", OK, "user 0"),
         (replace(WELL, mps=replace(MPS_ON, daemon=False)), "MPS", WARNING, "stale"),
-        (replace(WELL, mps=MpsFacts(directory="/x", named=True)), "MPS", FAILED, "CUDA_MPS_PIPE_DIRECTORY"),
+        (replace(WELL, mps=replace(MPS_ELSEWHERE, owner_uid=7)), "MPS", WARNING, "user 7's"),
+        (replace(WELL, mps=MpsFacts(directory="/x", named=True)), "MPS", WARNING, "no control pipe in /x"),
+        (replace(WELL, mps=MPS_OFF), "SM shares", WARNING, "none: engines take turns"),
+        (replace(WELL, cuda=1203), "SM shares", WARNING, "mps: each engine has 100 %"),
+        (WELL, "SM shares", OK, "green: green contexts of 16, 32, 64, 96 or all 132 SMs"),
     ],
 )
 def test_each_fault_has_its_row_with_a_cure(host: HostFacts, check: str, outcome: str, words: str) -> None:
@@ -144,6 +150,24 @@ def test_each_fault_has_its_row_with_a_cure(host: HostFacts, check: str, outcome
     assert row.outcome == outcome and words in f"{row.found} {row.means} {row.cure}", row
     assert outcome == OK or (row.means and row.cure)
     assert failed(rows) == (outcome == FAILED)
+
+
+def test_a_daemon_in_another_container_is_believed_in_by_its_pipe() -> None:
+    host = replace(with_gpu(compute_mode="exclusive process"), mps=MPS_ELSEWHERE)
+    rows = judge(host)
+    assert {row.outcome for row in rows} == {OK}
+    assert (
+        "another container" in row_of(rows, "MPS").found and "with MPS" in row_of(rows, "compute mode").found
+    )
+    assert row_of(rows, "SM shares").found.startswith("green") and sm_facts(host) == ("", "")
+
+
+@pytest.mark.parametrize(("asked", "outcome"), [("green", FAILED), ("mps", FAILED), ("none", OK)])
+def test_what_is_asked_of_sm_shares_and_does_not_work_has_failed(asked: str, outcome: str) -> None:
+    rows = judge(replace(WELL, mps=MPS_OFF), asked)
+    row = row_of(rows, "SM shares")
+    assert row.outcome == outcome and failed(rows) == (outcome == FAILED)
+    assert (row.cure == "") == (outcome == OK)
 
 
 def test_gpus_that_are_alike_share_rows_and_a_lost_one_is_that_one_alone() -> None:

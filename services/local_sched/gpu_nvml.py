@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.local_sched.clock_lease import ANSWER_BYTES, Answer, Hold
+from services.local_sched.clock_lease import ANSWER_BYTES, Answer, Ask, Hold
 from services.local_sched.clocks import ClockKeeper
 from services.local_sched.meter import EnergyMeter
 from services.local_sched.nvml import NvmlGpu, Reading
@@ -93,6 +93,19 @@ class FixedClocks:
         """Nothing to give back."""
 
 
+def ask(guard: socket.socket, message: Hold | Ask) -> Answer:
+    """Return what the clock guard answers. Raises OSError, msgspec.DecodeError: nothing that is an answer.
+
+    One that turns us away has said why before it hears us, and leaves what we send unread: our end tells
+    of that first, and of the answer then.
+    """
+    with contextlib.suppress(BrokenPipeError):
+        guard.send(msgspec.json.encode(message))
+    with contextlib.suppress(ConnectionResetError):
+        return msgspec.json.decode(guard.recv(ANSWER_BYTES), type=Answer)
+    return msgspec.json.decode(guard.recv(ANSWER_BYTES), type=Answer)
+
+
 class GuardedClocks:
     """Clocks that the clock guard sets for us; if this process dies, it gives them back.
 
@@ -115,8 +128,7 @@ class GuardedClocks:
                 self._guard = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._guard.settimeout(GUARD_S)
                 self._guard.connect(self._path)
-            self._guard.send(msgspec.json.encode(hold))
-            answer = msgspec.json.decode(self._guard.recv(ANSWER_BYTES), type=Answer)
+            answer = ask(self._guard, hold)
         except (OSError, msgspec.DecodeError) as error:
             self.close()
             raise ActuatorRefused(f"the clock guard at {self._path} does not answer: {error}") from None

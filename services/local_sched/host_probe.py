@@ -1,6 +1,5 @@
 """Looks at a GPU host for the preflight, and changes nothing: no CUDA context, no lease, no setting."""
 
-import contextlib
 import json
 import os
 import socket
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.local_sched.clock_lease import ANSWER_BYTES, Answer, Ask
+from services.local_sched.clock_lease import Answer, Ask
+from services.local_sched.gpu_nvml import GUARD_S, ask
 from services.local_sched.host_facts import EngineFacts, GpuFacts, GuardFacts, HostFacts, MpsFacts
 from services.local_sched.nvml import NvmlGpu, driver_here
 from services.local_sched.vllm_ext.version import PACKAGES, TESTED_VERSIONS
@@ -18,7 +18,6 @@ from shared.errors import ConfigError, FestinaError, Unavailable
 
 WATCH_S = 1.0
 """An energy counter that has not moved for this long stands still (`meter.STALL_MS`)."""
-GUARD_S = 2.0
 ENGINE_S = 20.0
 CAP_SYS_ADMIN = 21
 DEFAULT_GUARD = "/run/festina/clocks.sock"
@@ -101,9 +100,7 @@ def ask_guard(named: str) -> GuardFacts:
         guard.settimeout(GUARD_S)
         try:
             guard.connect(path)
-            with contextlib.suppress(BrokenPipeError):  # it has refused us already, and says why
-                guard.send(msgspec.json.encode(Ask()))
-            answer = msgspec.json.decode(guard.recv(ANSWER_BYTES), type=Answer)
+            answer = ask(guard, Ask())
             trouble = answer.refused
         except (OSError, msgspec.DecodeError) as error:
             trouble = f"it does not answer: {error}"

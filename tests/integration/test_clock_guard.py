@@ -14,7 +14,7 @@ import pytest
 from guard_process import Guard, wait_for
 from nvml import HOST, UUIDS, StubNvml
 
-from services.local_sched.clock_lease import MOST_BYTES, Answer, Hold, Release
+from services.local_sched.clock_lease import MOST_BYTES, Answer, Ask, Hold, Release
 
 FUZZ_S = float(os.environ.get("FESTINA_FUZZ_S", "2"))
 """`make test-resilience` fuzzes for a minute."""
@@ -82,9 +82,13 @@ def test_where_gpus_cannot_be_listed_nothing_is_changed(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_is_turned_away(nvml: StubNvml, guard: Guard) -> None:
     code = (
+        "from services.local_sched.host_probe import ask_guard;"
+        "from services.local_sched.gpu_nvml import GuardedClocks;"
         "import os, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
         "os.chdir(sys.argv[1]); os.setgid(12345); os.setuid(12345);"
-        "s.connect('clocks.sock'); print(s.recv(512).decode()); print(s.recv(512))"
+        "s.connect('clocks.sock'); print(s.recv(512).decode()); print(s.recv(512));"
+        "facts = ask_guard('clocks.sock'); print(len(facts.gpus), facts.trouble);"
+        "GuardedClocks('clocks.sock', 'GPU-0').hold(1005, 0)"
     )
     for folder in (guard.socket.parent, guard.socket.parent.parent):
         folder.chmod(0o711)  # pytest's are its own user's
@@ -92,18 +96,21 @@ def test_another_user_is_turned_away(nvml: StubNvml, guard: Guard) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert "user 12345 (group 12345) may not set clocks" in done.stdout, done.stderr
     assert done.stdout.splitlines()[1] == "b''"
-    [line] = guard.logged("connection refused")
-    assert line["peer_uid"] == 12345 and line["peer_pid"] > 0
+    assert done.stdout.splitlines()[2].startswith("0 user 12345")
+    assert "ActuatorRefused: user 12345 (group 12345) may not" in done.stderr
+    lines = guard.logged("connection refused")
+    assert [line["peer_uid"] for line in lines] == 3 * [12345] and lines[0]["peer_pid"] > 0
 
 
 def test_nonsense_is_refused_and_logged(nvml: StubNvml, guard: Guard) -> None:
-    for text in (b"{", b"x" * (MOST_BYTES + 1), b'{"type":"Hold","gpu":"' + b"G" * 97 + b'","for_ms":1}'):
+    too_long = b'{"type":"Hold","gpu":"' + b"G" * 97 + b'","for_ms":1}'
+    for text in (b"{", b"x" * (MOST_BYTES + 1), too_long, b'{"type":"Ask","gpu":"%s"}' % UUIDS[0].encode()):
         with guard.connect() as connection:
             connection.send(text)
             answer = msgspec.json.decode(connection.recv(MOST_BYTES), type=Answer)
             assert "no message of the clock guard's" in answer.refused
             assert connection.recv(MOST_BYTES) == b""
-    assert len(guard.logged("message refused")) == 3
+    assert len(guard.logged("message refused")) == 4
     with guard.connect() as connection:
         assert ask(connection, Hold(gpu=UUIDS[0], for_ms=100, sm_clock_mhz=1005)) == ""
 
@@ -113,8 +120,9 @@ def _nonsense(chance: random.Random) -> bytes:
     if chance.random() < 0.3:
         return chance.randbytes(chance.choice([1, 10, 100, MOST_BYTES, MOST_BYTES + 1, 9_000]))
     clocks = {"sm_clock_mhz": chance.choice([0, 345, 1005, 99, 10_000]), "memory_clock_mhz": 0}
-    kinds = [Hold(gpu=chance.choice(UUIDS), for_ms=chance.choice([1.0, 50.0]), **clocks)]
-    message = bytearray(msgspec.json.encode(chance.choice([*kinds, Release(gpu=chance.choice(UUIDS))])))
+    gpu = chance.choice(UUIDS)
+    hold = Hold(gpu=gpu, for_ms=chance.choice([1.0, 50.0]), **clocks)
+    message = bytearray(msgspec.json.encode(chance.choice([hold, Release(gpu=gpu), Ask()])))
     for _ in range(chance.choice([0, 0, 1, 3])):
         message[chance.randrange(len(message))] = chance.randrange(256)
     return bytes(message)

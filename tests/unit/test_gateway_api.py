@@ -446,9 +446,10 @@ async def test_a_client_that_leaves_before_any_gpu_took_its_request(pool: Pool) 
 async def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
     pool = Pool(stream_buffer=4)
     pool.on_dispatch = lambda request: [admitted(request), delta(request, 0, *ANSWER[:1])]
-    stuck = asyncio.Event()
+    sending, stuck = asyncio.Event(), asyncio.Event()
 
     async def send(message: Any) -> None:
+        sending.set()
         await stuck.wait()
 
     inbound: asyncio.Queue[Any] = asyncio.Queue()
@@ -457,13 +458,12 @@ async def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
     path = "/v1/chat/completions"
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
     serving = asyncio.create_task(pool.app(scope, inbound.get, send))  # type: ignore[arg-type]
-    async with asyncio.timeout(2):
-        while not pool.seen:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        await sending.wait()
         for i in range(1, 20):
             pool.feed(delta(pool.seen[0], i, ANSWER[0]))
-        await asyncio.sleep(0.01)
+        while not pool.aborted:
+            await asyncio.sleep(0.001)
         assert pool.core.inflight == 0
         assert pool.aborted[0].reason == "the client reads too slowly"
         stuck.set()

@@ -115,7 +115,9 @@ def settings_of(cell: Cell) -> Settings:
 
 
 def check(cell: Cell) -> None:
-    """Raise ConfigError for what a cell names and there is not."""
+    """Raise ConfigError for what a cell names and there is not, and for numbers that cannot be played."""
+    if cell.gpus < 1 or cell.seed < 0:
+        raise ConfigError(f"a cell needs a GPU, and a seed from 0 on; got {cell.gpus} GPUs, seed {cell.seed}")
     if cell.workload not in RECIPES:
         raise ConfigError(f"no workload is called {cell.workload!r}; there are: {', '.join(RECIPES)}")
     models_of(cell), device_of(cell), settings_of(cell)

@@ -35,6 +35,12 @@ PREDICTORS = ("live", "oracle", "paper", "measured")
 errors = Console(stderr=True)
 
 GpuType = Annotated[str, typer.Option(help="Row of the device table.")]
+Gpus = Annotated[int, typer.Option(min=1, max=1024)]
+WorkloadName = Annotated[str, typer.Option(help="Name of a workload, or a CSV of requests to replay.")]
+Rps = Annotated[
+    float | None,
+    typer.Option(help="Requests per second and model; 1 if left out, and a trace keeps its own."),
+]
 Llms = Annotated[int, typer.Option(min=1, max=1000, help="Models served, by rank in the catalog.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of all chance.")]
 Predictor = Annotated[str, typer.Option(help=f"How output lengths are predicted: {', '.join(PREDICTORS)}.")]
@@ -45,15 +51,10 @@ def sim(
     system: Annotated[
         str, typer.Option(help="The serving system, of those that `festina systems` lists.")
     ] = "festina",
-    workload: Annotated[
-        str, typer.Option(help="Name of a workload, or a CSV of requests to replay.")
-    ] = "sharegpt",
+    workload: WorkloadName = "sharegpt",
     llms: Llms = 16,
-    rps: Annotated[
-        float | None,
-        typer.Option(help="Requests per second and model; 1 if left out, and a trace keeps its own."),
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=1024)] = 8,
+    rps: Rps = None,
+    gpus: Gpus = 8,
     gpu_type: GpuType = "h100-80gb",
     minutes: Annotated[
         float | None,

@@ -10,11 +10,14 @@ from rich.console import Console
 from shared.catalog import pool_models
 from shared.errors import ConfigError
 from sim.cli import (
+    Gpus,
     GpuType,
     Json,
     Llms,
     Predictor,
+    Rps,
     Seed,
+    WorkloadName,
     check,
     is_file,
     load_workload,
@@ -29,15 +32,10 @@ STEADY_MINUTES = 20.0  # of a made workload: the ends, where few requests share 
 
 
 def bound(
-    workload: Annotated[
-        str, typer.Option(help="Name of a workload, or a CSV of requests to replay.")
-    ] = "sharegpt",
+    workload: WorkloadName = "sharegpt",
     llms: Llms = 16,
-    rps: Annotated[
-        float | None,
-        typer.Option(help="Requests per second and model; 1 if left out, and a trace keeps its own."),
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, max=1024)] = 8,
+    rps: Rps = None,
+    gpus: Gpus = 8,
     gpu_type: GpuType = "h100-80gb",
     minutes: Annotated[
         float | None,

@@ -64,7 +64,7 @@ class Kernels:
     def split(self, group_sms: int) -> dict[str, Any]:
         """Split the SMs into groups; says how many there are."""
         cuda_sms = importlib.import_module("services.local_sched.vllm_ext.cuda_sms")
-        self._sms = cuda_sms.CudaSms()
+        self._sms, self._streams = cuda_sms.CudaSms(), {}
         return {"groups": self._sms.split(group_sms), "sms": self._sms.sm_count}
 
     def run(self, kernel: str, for_s: float, first: int = 0, groups: int = 0) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import asyncio
 import subprocess
 from pathlib import Path
 
+import pytest
 from nvml import StubNvml
 from vllm_support import MODEL, PYTHON, ROOT, needs_vllm, told_by_vllm
 
-from services.cli.gpu_check.engines import exercise
+from services.cli.gpu_check import engines
 from services.cli.gpu_check.lab import Lab
 from services.local_sched.host_facts import HostFacts
 from services.local_sched.host_probe import ask_engine
@@ -43,14 +44,18 @@ def test_their_process_says_that_there_is_no_cuda_device() -> None:
     assert done.returncode == 3 and done.stderr.strip().startswith("not a CUDA device: torch")
 
 
-def test_two_engines_are_held_let_go_put_to_sleep_and_woken(nvml: StubNvml, tmp_path: Path) -> None:
+def test_two_engines_are_held_let_go_put_to_sleep_and_woken(
+    nvml: StubNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert MODEL is not None
+    for limit in ("LOAD_S", "ANSWER_S"):
+        monkeypatch.setattr(engines, limit, 600.0)  # a busy machine takes its time
     host = HostFacts(engine=ask_engine(str(PYTHON)))
     assert host.engine.vllm in host.engine.tested and host.engine.torch_cuda == ""
     gpu = NvmlGpu("0")
     try:
         lab = Lab(gpu=gpu, device=device_for("h100-80gb"), host=host, state_dir=tmp_path, pace=0.1)
-        found = asyncio.run(exercise(lab, MODEL))
+        found = asyncio.run(engines.exercise(lab, MODEL))
     finally:
         gpu.close()
     assert found.held_steps == 0 and found.resumed and found.woken_same, found

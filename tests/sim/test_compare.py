@@ -2,10 +2,14 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from services.cli.main import app
@@ -13,7 +17,7 @@ from shared.errors import ConfigError
 from shared.systems import SYSTEMS
 from sim.cells import Cell, Played, Trace, models_of, play, settings_of
 from sim.compare import grid, rows, sections, ungoverned
-from sim.grid import ROOT, Grid, version
+from sim.grid import OF_SIM, ROOT, Grid, version
 from sim.page import html
 from sim.paper.build import FIGURES, cells
 from sim.paper.build import sections as paper_sections
@@ -93,6 +97,21 @@ def test_an_old_copy_of_the_sources_has_another_version(tmp_path: Path) -> None:
     for name in ("services", "shared", "sim"):
         (tmp_path / name).symlink_to(ROOT / name)
     assert version(tmp_path) == version()
+
+
+def test_the_version_is_of_all_that_plays_a_cell() -> None:
+    code = "import sys, sim.cells; print(*(name[4:] for name in sys.modules if name.startswith('sim.')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    watching = {"check", "faults", "story"}  # they only look on, or make what no cell has
+    assert set(done.stdout.split()) - watching == set(OF_SIM.split())
+
+
+@pytest.mark.parametrize("wrong", [{"gpus": 0}, {"seed": -1}, {"workload": "none"}])
+def test_a_cell_that_cannot_be_played_is_refused_before_any_is(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    cells = [SMALL, replace(SMALL, **wrong)]
+    with Progress(disable=True) as bar, pytest.raises(ConfigError):
+        Grid(tmp_path).play(cells, bar)
+    assert len(Grid(tmp_path).missing(cells)) == 2
 
 
 def test_a_grid_has_default_clocks_only_where_they_matter() -> None:

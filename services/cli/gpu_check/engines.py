@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ class EnginesFound(msgspec.Struct, frozen=True):
     Args:
         load_ms: of each, started together.
         tokens_per_s: of one engine alone, and of each beside the other.
-        held_steps: steps of an engine all of whose requests were held, after those under way; 0 is right.
+        held_steps: steps of an engine under a plan that holds all of its requests; 0 is right.
         resumed: the tokens were those that it gives undisturbed.
         asleep_ms, freed_bytes, wake_ms: of sleep level 1, weights in host memory.
         warm_w, asleep_w: the card with both awake and idle, and with one asleep.
@@ -115,7 +116,7 @@ async def exercise(lab: Lab, spec: ModelSpec) -> EnginesFound:
 
 
 class _Pair:
-    """What both engines have reported, and requests to them."""
+    """What both engines have reported, with steps by plan, and requests to them."""
 
     def __init__(self) -> None:
         self.perform: Callable[[en.Order], None] = lambda order: None
@@ -124,7 +125,7 @@ class _Pair:
         self.asleep: list[en.EngineAsleep] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended_s: dict[str, float] = {}
-        self.steps = 0
+        self.steps: Counter[int] = Counter()
 
     async def until(self, so: Callable[[], bool], within_s: float) -> None:
         """Listen until something is so. Raises FestinaError: an engine died, or it is not so in time."""
@@ -144,15 +145,13 @@ class _Pair:
         return [self.ended_s[f"{what} {name}"] - began_s for name in names]
 
     async def held(self, name: str) -> int:
-        """Hold a request in the middle and let it go; returns the steps that the engine made meanwhile."""
+        """Hold a request in the middle and let it go; returns the steps made under the plan that holds it."""
         request_id = f"held {name}"
         self.perform(en.RunRequest(model=name, request=_request(request_id, name)))
         await self.until(lambda: len(self.tokens.get(request_id, ())) >= TOKENS // 8, ANSWER_S)
         self.perform(en.SetPlan(model=name, plan=Plan(plan_id=1, held=frozenset({request_id}))))
-        await self._listen(HELD_S)  # steps under way end
-        before = self.steps
         await self._listen(HELD_S)
-        made = self.steps - before
+        made = self.steps[1]
         self.perform(en.SetPlan(model=name, plan=Plan(plan_id=2)))
         await self.until(lambda: request_id in self.ended_s, ANSWER_S)
         return made
@@ -170,8 +169,8 @@ class _Pair:
                 self.asleep.append(event)
             case en.EngineEnded(model=name, reason=reason):
                 raise FestinaError(f"the engine of {name} has ended: {reason}")
-            case en.StepDone(outputs=outputs):
-                self.steps += 1
+            case en.StepDone(outputs=outputs, plan_id=plan_id):
+                self.steps[plan_id] += 1
                 for output in outputs:
                     self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
                     if output.finish_reason:

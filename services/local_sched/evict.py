@@ -27,12 +27,8 @@ def evict(state: State, now_ms: float, work: Work) -> list[Action]:
     request, run_id = work.request, work.run_id
     blocks, outcome = _blocks_to_keep(state, work)
     kept_tokens = blocks * state.ledger.pools[request.model].block_tokens
-    leave_engine(state, work)
-    work.request = with_output(work)
-    work.tokens, work.run_tokens, work.run_first_ms = [], 0, None
-    work.prefilled_tokens = kept_tokens
-    work.runnable_ms, work.due_ms = now_ms, now_ms + request.objectives.ttft_ms
-    work.prefill_ms = prefill_alone_ms(state, request.model, work.prefill_tokens)
+    back_to_queue(state, now_ms, work, kept_tokens)
+    work.due_ms = now_ms + request.objectives.ttft_ms
     actions: list[Action] = []
     left_ms = now_ms
     if blocks:
@@ -40,7 +36,6 @@ def evict(state: State, now_ms: float, work: Work) -> list[Action]:
         actions.append(_export(state, request.model, run_id, blocks))
         left_ms = max(now_ms, state.evicted_ms) + _copy_ms(state, request.model, kept_tokens)
     state.evicted_ms = max(state.evicted_ms, left_ms)
-    enqueue(state, work)
     labels = {"model": request.model}
     return [
         *actions,
@@ -48,6 +43,19 @@ def evict(state: State, now_ms: float, work: Work) -> list[Action]:
         Count(name="evictions", labels=labels),
         Count(name="offloads", labels=labels | {"outcome": outcome}),
     ]
+
+
+def back_to_queue(state: State, now_ms: float, work: Work, kept_tokens: int) -> None:
+    """Take a request out of its engine and let it wait; it goes on from the tokens that it has.
+
+    `kept_tokens` of its context need not be computed again.
+    """
+    leave_engine(state, work)
+    work.request = with_output(work)
+    work.tokens, work.run_tokens, work.run_first_ms = [], 0, None
+    work.prefilled_tokens, work.runnable_ms = kept_tokens, now_ms
+    work.prefill_ms = prefill_alone_ms(state, work.request.model, work.prefill_tokens)
+    enqueue(state, work)
 
 
 def _blocks_to_keep(state: State, work: Work) -> tuple[int, str]:

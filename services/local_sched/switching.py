@@ -13,8 +13,7 @@ GPU.
 from collections.abc import Iterable
 
 from services.local_sched import plans, rest
-from services.local_sched.admission import enqueue, prefill_alone_ms
-from services.local_sched.ends import leave_engine, with_output
+from services.local_sched.evict import back_to_queue
 from services.local_sched.policies import aegaeon, serverlessllm
 from services.local_sched.policies.turns import Contender, Rule, Terms
 from services.local_sched.state import Engine, State
@@ -115,23 +114,17 @@ def _part(state: State, engine: Engine) -> list[Action]:
 
 def parted(state: State, now_ms: float, event: KvExported) -> list[Action]:
     """Put a request back into the queue whose KV is in host memory now; it goes on from there."""
-    engine, run_id = state.engines[event.model], event.move_id.removeprefix(PARTED)
-    work = engine.running.get(run_id)
+    engine, run_id = state.engines.get(event.model), event.move_id.removeprefix(PARTED)
+    work = engine.running.get(run_id) if engine else None
     if work is None:
         return []
-    leave_engine(state, work)
-    request = work.request = with_output(work)
-    work.tokens, work.run_tokens, work.run_first_ms = [], 0, None
-    work.prefilled_tokens = min(event.tokens, request.context_tokens - 1)
+    back_to_queue(state, now_ms, work, min(event.tokens, work.context_tokens - 1))
     if work.prefilled_tokens:
-        work.arrival = Arrival(event.move_id, work.prefilled_tokens, event.move_id, "")
-    work.runnable_ms = now_ms
-    if request.output_tokens:
-        work.due_ms = now_ms + request.objectives.ttft_ms
-    work.prefill_ms = prefill_alone_ms(state, request.model, work.prefill_tokens)
-    enqueue(state, work)
-    labels = {"model": request.model}
-    return [StopRequest(model=request.model, request_id=run_id), Count(name="parted", labels=labels)]
+        work.arrival = Arrival(event.move_id, work.prefilled_tokens, move_id=event.move_id)
+    if work.started:
+        work.due_ms = now_ms + work.request.objectives.ttft_ms
+    labels = {"model": event.model}
+    return [StopRequest(model=event.model, request_id=run_id), Count(name="parted", labels=labels)]
 
 
 def _put_to_sleep(state: State, missing_bytes: int, spared: Iterable[str]) -> list[Action]:
@@ -175,7 +168,8 @@ def _bring_in(state: State, now_ms: float) -> list[Action]:
         actions += _load(state, now_ms, engine)
     if state.memory_awaited:
         wanted = max(work.wanted_tokens for work in state.queue.values() if work.passed_over_ms is not None)
-        most_bytes = max(ledger.pools[name].bytes_for(wanted) for name in rota.on if name in ledger.pools)
+        pools = [ledger.pools[name] for name in rota.on if name in ledger.pools]
+        most_bytes = max((pool.bytes_for(wanted) for pool in pools), default=0)
         return [*actions, *_put_to_sleep(state, most_bytes - ledger.free_bytes, rota.on)]
     for name in rota.ahead:
         engine = state.engines.get(name)

@@ -13,7 +13,7 @@ from nvml import UUIDS, StubNvml
 
 HOLDER = """
 import sys, time
-from services.local_sched.gpu_nvml import GuardedClocks
+from services.local_sched.clock_setters import GuardedClocks
 clocks = [GuardedClocks(sys.argv[1], uuid) for uuid in sys.argv[2:]]
 for each in clocks:
     each.hold(1005, 0)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from services.local_sched.clock_setters import Clocks, FixedClocks, OwnClocks
 from services.local_sched.engine_vllm import VllmEngines
-from services.local_sched.gpu_nvml import Clocks, Engines, FixedClocks, NvmlEngines, OwnClocks
+from services.local_sched.gpu_nvml import Engines, NvmlEngines
 from services.local_sched.meter import COUNTER, INTEGRATED
 from services.local_sched.nvml import NvmlGpu
 from services.local_sched.profile_grid import WRITTEN_TOKENS, Grid, grid_for

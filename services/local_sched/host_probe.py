@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from services.local_sched.clock_lease import Answer, Ask
-from services.local_sched.gpu_nvml import GUARD_S, ask
+from services.local_sched.clock_setters import GUARD_S, ask
 from services.local_sched.host_facts import EngineFacts, GpuFacts, GuardFacts, HostFacts, MpsFacts
 from services.local_sched.nvml import NvmlGpu, driver_here
 from services.local_sched.vllm_ext.version import PACKAGES, TESTED_VERSIONS

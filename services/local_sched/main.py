@@ -11,11 +11,12 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from services.local_sched.clock_setters import clocks_for
 from services.local_sched.core import LocalSchedCore
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
 from services.local_sched.engine_vllm import VllmEngines
-from services.local_sched.gpu_nvml import Engines, NvmlEngines, clocks_for
+from services.local_sched.gpu_nvml import Engines, NvmlEngines
 from services.local_sched.host_facts import HostFacts
 from services.local_sched.host_probe import probe
 from services.local_sched.made_up import VocabSlice

@@ -83,7 +83,7 @@ def test_where_gpus_cannot_be_listed_nothing_is_changed(
 def test_another_user_is_turned_away(nvml: StubNvml, guard: Guard) -> None:
     code = (
         "from services.local_sched.host_probe import ask_guard;"
-        "from services.local_sched.gpu_nvml import GuardedClocks;"
+        "from services.local_sched.clock_setters import GuardedClocks;"
         "import os, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
         "os.chdir(sys.argv[1]); os.setgid(12345); os.setuid(12345);"
         "s.connect('clocks.sock'); print(s.recv(512).decode()); print(s.recv(512));"

@@ -10,9 +10,10 @@ from nvml import HOST, UUIDS, StubNvml
 from support import eventually
 
 from services.local_sched import gpu_nvml
+from services.local_sched.clock_setters import FixedClocks, OwnClocks, clocks_for
 from services.local_sched.emulated import EmulatedGpu
 from services.local_sched.engine_emulated import EmulatedEngines
-from services.local_sched.gpu_nvml import FixedClocks, NvmlEngines, OwnClocks, clocks_for
+from services.local_sched.gpu_nvml import NvmlEngines
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.nvml import NvmlGpu, Reading
 from shared import engine as en

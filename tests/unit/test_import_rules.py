@@ -52,6 +52,7 @@ SHELL_FILES = {
     "services/local_sched/engine_emulated.py",
     "services/local_sched/engine_vllm.py",
     "services/local_sched/gpu_kernels.py",
+    "services/local_sched/clock_setters.py",
     "services/local_sched/gpu_nvml.py",
     "services/local_sched/host_probe.py",
     "services/local_sched/nvml.py",

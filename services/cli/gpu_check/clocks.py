@@ -8,8 +8,8 @@ import msgspec
 from services.cli.gpu_check.kernels import Kernels, Skipped
 from services.cli.gpu_check.lab import Lab
 from services.cli.gpu_check.shares import KERNELS
+from services.local_sched.clock_setters import Clocks, GuardedClocks, OwnClocks
 from services.local_sched.clocks import snapped
-from services.local_sched.gpu_nvml import Clocks, GuardedClocks, OwnClocks
 from shared.errors import ActuatorRefused
 
 WINDOW_S, SETTLE_MOST_S = 1.5, 2.0

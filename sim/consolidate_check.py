@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.consolidator.capacity import best_fit_decreasing
+from services.consolidator.place import KvFloor
 from services.consolidator.settings import ConsolidatorSettings
 from shared.catalog import pool_models
 from shared.devices import device_for
@@ -86,8 +87,9 @@ def bound(resident: Sequence[str], models: dict[str, ModelSpec]) -> int:
     """Return how many GPUs best-fit decreasing takes for these models, with the least KV memory of each."""
     settings = ConsolidatorSettings()
     usable = (1.0 - settings.safety_margin) * device_for(GPU_TYPE).total_bytes
+    floor = KvFloor(settings.min_kv_bytes, settings.min_kv_tokens)
     return best_fit_decreasing(
-        (models[name].weight_bytes + settings.min_kv_bytes for name in set(resident)), usable
+        (models[name].weight_bytes + floor.of(models[name]) for name in set(resident)), usable
     )
 
 

@@ -108,7 +108,7 @@ def _with_light_kv(base: Scenario) -> Scenario:
             base.settings,
             scheduler=replace(base.settings.scheduler, output_quantile=LOW_QUANTILE),
             local=replace(base.settings.local, kv_pool_bytes=0 if base.elastic_kv else pool_bytes),
-            consolidator=replace(base.settings.consolidator, min_kv_bytes=pool_bytes),
+            consolidator=replace(base.settings.consolidator, min_kv_bytes=pool_bytes, min_kv_tokens=0),
         ),
     )
 

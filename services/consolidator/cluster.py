@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from services.consolidator.place import Room, usable_bytes
+from services.consolidator.place import KvFloor, Room, usable_bytes
 from services.consolidator.settings import ConsolidatorSettings
 from shared.devices import DEVICES, Device
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Placement, is_outdated
@@ -217,11 +217,12 @@ class Cluster:
         Its KV memory is the pool that an engine gets there, or the least that is to be found.
         """
         spec = self.models.get(model) or self.removed.get(model)
-        return spec.weight_bytes + self.kv_bytes(gpu) if spec else 0
+        return spec.weight_bytes + self.kv(gpu).of(spec) if spec else 0
 
-    def kv_bytes(self, gpu: str) -> int:
+    def kv(self, gpu: str) -> KvFloor:
         """Return the KV memory that a model takes on a GPU, or is at least to find."""
-        return self.summaries[gpu].kv_pool_bytes or self._set.min_kv_bytes
+        pool_bytes = self.summaries[gpu].kv_pool_bytes
+        return KvFloor(pool_bytes) if pool_bytes else KvFloor(self._set.min_kv_bytes, self._set.min_kv_tokens)
 
     def free_bytes(self, gpu: str, models: Iterable[str]) -> int:
         """Return what placement may still use of a GPU that holds `models`; negative if that is too much."""
@@ -244,7 +245,7 @@ class Cluster:
             there = self.loaded_on(gpu).union(self.placed_on(gpu))
             if without not in there:
                 free_bytes = self.free_bytes(gpu, sorted(there))
-                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self.kv_bytes(gpu)))
+                rooms.append(Room(gpu, self.summaries[gpu].engine, free_bytes, self.kv(gpu)))
         return rooms
 
 

@@ -11,20 +11,37 @@ from shared.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
+class KvFloor:
+    """KV memory for a model on a GPU: so many bytes, and no less than so many of its tokens take.
+
+    A token of one model may take thirty times the memory of one of another; what is balanced by bytes alone
+    leaves the models with much KV without room for requests.
+    """
+
+    n_bytes: int
+    tokens: int = 0
+
+    def of(self, model: ModelSpec) -> int:
+        """Return it for a model, in bytes."""
+        return max(self.n_bytes, self.tokens * model.kv_bytes_per_token)
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """What is left of the memory that placement may use on a GPU, in bytes; negative: it is overfull.
 
-    `kv_bytes` is the KV memory that each model there takes, or is at least to find.
+    Args:
+        kv: the KV memory that each model there takes, or is at least to find.
     """
 
     gpu: str
     engine: str
     free_bytes: int
-    kv_bytes: int
+    kv: KvFloor
 
     def need_bytes(self, model: ModelSpec) -> int:
         """Return what a model takes there: its weights and its KV memory."""
-        return model.weight_bytes + self.kv_bytes
+        return model.weight_bytes + self.kv.of(model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,8 @@ def place(
     room_of = {room.gpu: room for room in rooms}
     free_bytes = {gpu: room.free_bytes for gpu, room in room_of.items()}
     chosen: dict[str, str] = {}
-    for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
+    floor = max((room.kv for room in room_of.values()), key=lambda kv: kv.tokens, default=KvFloor(0))
+    for model in sorted(models, key=lambda m: (-m.weight_bytes - floor.of(m), m.name)):
         left_bytes = {
             gpu: free_bytes[gpu] - room.need_bytes(model)
             for gpu, room in room_of.items()

@@ -15,7 +15,8 @@ class ConsolidatorSettings(Struct):
         tick_ms: period of the comparison of placement and reality, and of the heartbeat to other replicas.
         peer_silent_ms: a replica not heard of for this long leads no more.
         safety_margin: share of a GPU's memory that placement leaves free (3.5.2: 5 %).
-        min_kv_bytes: KV memory that each placed model must at least find.
+        min_kv_bytes, min_kv_tokens: KV memory that each placed model must at least find: so much, and for so
+            many tokens (some five requests with the lengths of ShareGPT and its history).
         gpu_gone_ms: a GPU without a summary for this long is gone (three heartbeats).
         order_retry_ms: an order without visible effect is repeated after this long.
         load_backoff_ms: wait from a load that failed, or whose engine died, to the next; doubles with each
@@ -59,7 +60,8 @@ class ConsolidatorSettings(Struct):
     tick_ms: float = 500.0
     peer_silent_ms: float = 2_000.0
     safety_margin: float = 0.05
-    min_kv_bytes: int = 1 << 30
+    min_kv_bytes: int = 256 << 20
+    min_kv_tokens: int = 4_096
     gpu_gone_ms: float = 3_000.0
     order_retry_ms: float = 1_000.0
     load_backoff_ms: float = 1_000.0
@@ -93,8 +95,6 @@ class ConsolidatorSettings(Struct):
     def __post_init__(self) -> None:
         if not 0.0 <= self.safety_margin < 1.0:
             raise ConfigError(f"safety_margin is a fraction below 1, not {self.safety_margin}")
-        if self.min_kv_bytes < 0:
-            raise ConfigError(f"min_kv_bytes must not be negative: {self.min_kv_bytes}")
         if self.consolidation not in ("ewr", "demand", "none"):
             raise ConfigError(f"consolidation is ewr, demand or none, not {self.consolidation!r}")
         if self.placement not in ("near", "kv_pressure"):
@@ -104,7 +104,7 @@ class ConsolidatorSettings(Struct):
         for name in ("least_served", "caution", "prefill_part"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is a fraction, not {getattr(self, name)}")
-        for name in ("least_saving", "burst_sigmas"):
+        for name in ("min_kv_bytes", "min_kv_tokens", "least_saving", "burst_sigmas"):
             if getattr(self, name) < 0.0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}")
         require_positive(self, ["survey_models"])

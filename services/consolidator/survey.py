@@ -75,7 +75,7 @@ class Survey:
         self._windows = windows
         self._gpu_type = cluster.summaries[gpus[0]].gpu_type
         self._most_copies = len(gpus)
-        self._floor_bytes = max(map(cluster.kv_bytes, gpus))
+        self._gpus = gpus
         self._needs: dict[str, Need] = {}
 
     def needs(self, now_ms: float, holds: Mapping[str, Sequence[str]]) -> dict[str, Need] | None:
@@ -108,7 +108,8 @@ class Survey:
         if load is not None:  # the instances share it evenly
             load = replace(load, rate_per_s=load.rate_per_s * copies / instances)
         lut = self._shelf.get(self._gpu_type, spec)
-        wanted = Wanted(lut, load, objectives, self._floor_bytes, self._set.burst_sigmas)
+        floor_bytes = max(self._cluster.kv(gpu).of(spec) for gpu in self._gpus)
+        wanted = Wanted(lut, load, objectives, floor_bytes, self._set.burst_sigmas)
         as_now = wanted.copies(copies)
         fewest = wanted.fewest_copies(self.capacity)
         if fewest is None or len(fewest) > self._most_copies:

@@ -9,7 +9,7 @@ from shared.errors import ConfigError
 from shared.model import Instance, ModelSpec, Placement
 
 SETTINGS = ConsolidatorSettings(
-    min_kv_bytes=10, observe_ms=5_000.0, consolidate_ms=5_000.0, dwell_ms=10_000.0, window_ms=30_000.0
+    min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=5_000.0, dwell_ms=10_000.0, window_ms=30_000.0
 )
 APART = Placement(version=7, instances=tuple(Instance(model=m, gpus=(f"g{m}",)) for m in "abc"))
 
@@ -42,7 +42,7 @@ def test_models_that_fit_on_one_gpu_get_one_and_nothing_is_unloaded_before_it_se
 
 
 def test_nothing_changes_without_consolidation_or_where_no_gpu_is_saved() -> None:
-    never = ConsolidatorSettings(min_kv_bytes=10, observe_ms=5_000.0, consolidation="none")
+    never = ConsolidatorSettings(min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidation="none")
     for lab in (apart(never), apart(weight_bytes=60)):
         lab.run(70_000)
         assert lab.placed == {"a": ("ga",), "b": ("gb",), "c": ("gc",)} and lab.sent(ev.Load) == []
@@ -50,14 +50,14 @@ def test_nothing_changes_without_consolidation_or_where_no_gpu_is_saved() -> Non
 
 def test_a_saving_that_the_moves_would_cost_is_left() -> None:
     kept_warm = ConsolidatorSettings(
-        min_kv_bytes=10, observe_ms=5_000.0, consolidate_ms=5_000.0, empty_state="warm"
+        min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=5_000.0, empty_state="warm"
     )
     lab = apart(kept_warm).run(70_000)
     assert lab.placed == {"a": ("ga",), "b": ("gb",), "c": ("gc",)}
 
 
 def test_the_end_of_a_keep_alive_is_followed_by_a_look_long_before_the_slow_period() -> None:
-    slow = ConsolidatorSettings(min_kv_bytes=10, observe_ms=5_000.0, consolidate_ms=3_600_000.0)
+    slow = ConsolidatorSettings(min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=3_600_000.0)
     lab = apart(slow)
     lab.gpus["ga"].set("a", idle_ms=1_000.0)
     lab.gpus["gx"] = FakeGpu("gx")

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.model import EngineSummary, GpuSummary, Instance, ModelSpec, Placement, digest
 from shared.subjects import PLACEMENT_KEY
 
-SETTINGS = ConsolidatorSettings(min_kv_bytes=10)
+SETTINGS = ConsolidatorSettings(min_kv_bytes=10, min_kv_tokens=0)
 START_MS = 1_000_000.0
 
 

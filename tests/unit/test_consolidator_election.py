@@ -12,7 +12,7 @@ from services.consolidator.settings import ConsolidatorSettings
 from shared import events as ev
 from shared.model import Placement
 
-SETTINGS = ConsolidatorSettings(min_kv_bytes=10)
+SETTINGS = ConsolidatorSettings(min_kv_bytes=10, min_kv_tokens=0)
 MODELS = (spec("a", 40), spec("b", 30), spec("c", 20))
 START_MS, STEP_MS = 1_000_000.0, 250.0
 

@@ -42,7 +42,7 @@ class Row(Struct):
     Args:
         name: of the system, with the default clock where it leaves GPUs at that.
         energy_kj: within the window, by `accounting`.
-        ratio: of its energy to that of the reference, seed by seed; None without one.
+        ratio: of its energy per token to that of the reference, seed by seed; None without one.
         to_bound: of its energy per token to that of the fluid bound; None where there is none.
     """
 
@@ -139,12 +139,13 @@ def _row(
     # what becomes of empty GPUs may be part of a system
     kind = "off" if system_for(group[0].cell.system).idle == "off" else accounting
 
-    def joules(one: Played, kind: str = kind) -> float:
-        return float(getattr(one.report.energy_j, kind))
-
     reports = [one.report for one in group]
-    per_token = [joules(one) / max(1, one.report.output_tokens) for one in group]
-    ratios = [joules(one) / joules(base[one.cell.seed], accounting) for one in group if one.cell.seed in base]
+    per_token = [joules_per_token(one, kind) for one in group]
+    ratios = [
+        joules_per_token(one, kind) / joules_per_token(base[one.cell.seed], accounting)
+        for one in group
+        if one.cell.seed in base
+    ]
     bounds: list[float] = []
     if least.energy_j is not None:
         least_j = float(getattr(least.energy_j, kind)) / max(1, least.output_tokens)
@@ -153,7 +154,7 @@ def _row(
         setting=setting,
         name=name,
         seeds=len(group),
-        energy_kj=spread([joules(one) / 1000 for one in group]),
+        energy_kj=spread([float(getattr(one.report.energy_j, kind)) / 1000 for one in group]),
         j_per_token=spread(per_token),
         request=spread([one.attainment.request or 0.0 for one in reports]),
         strict=spread([one.attainment.strict or 0.0 for one in reports]),
@@ -165,6 +166,15 @@ def _row(
         to_bound=spread(bounds) if bounds else None,
         served=served,
     )
+
+
+def joules_per_token(played: Played, accounting: str) -> float:
+    """Return the joules of the window by its tokens.
+
+    Not energy alone is compared: a system that answers slowly leaves more of its work to the time after the
+    window, and the more so the shorter that is.
+    """
+    return float(getattr(played.report.energy_j, accounting)) / max(1, played.report.output_tokens)
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -252,7 +262,7 @@ def picture(group: Sequence[Row], reference: str, accounting: str) -> str:
             energy.axvspan(place - 0.5, place + 0.5, color="grey", alpha=0.25)
     energy.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
     energy.axhline(1.0, color="black", linewidth=0.8)
-    energy.set(xlabel="requests/s per model", ylabel=f"energy / {reference} ({accounting})")
+    energy.set(xlabel="requests/s per model", ylabel=f"energy per token / {reference} ({accounting})")
     attained.set(xlabel="requests/s per model", ylabel="requests on time (%)", ylim=(None, 101))
     attained.legend(fontsize="x-small", ncols=2)
     return svg(figure)

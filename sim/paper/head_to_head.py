@@ -20,8 +20,8 @@ ATTAINED = {"serverlessllm": 27.0, "muxserve": 16.0, "dilu": 4.0}
 NEAR = {"aegaeon": 2.0, "aegvoltana": 1.0}
 SAVED = {"sharegpt-ix2": (18.0, 30.0), "sharegpt-ox2": (28.0, 35.0)}  # % against Aegaeon
 AS_SAID = (
-    "Energy of the window on modelled H100s, GPUs without models cold; ± is half the range over"
-    " seeds. A name with"
+    "Energy of the window on modelled H100s, GPUs without models cold; ratios are of joules per token in it;"
+    " ± is half the range over seeds. A name with"
     " @ is that of a system that leaves GPUs at a default clock: 1635 MHz as the paper's testbed"
     " did, 1980 as the"
     " card ships. Against bound: joules per token over those of `festina bound`."
@@ -88,7 +88,7 @@ def _ratios(found: Sequence[Row]) -> Sheet:
     for name in dict.fromkeys(row.name for row in served):
         mine = [row for row in served if row.name == name]
         to_best = [
-            row.energy_kj.mean / best[where].energy_kj.mean
+            row.j_per_token.mean / best[where].j_per_token.mean
             for row in mine
             if (where := (row.setting.llms, row.setting.rps)) in best
         ]

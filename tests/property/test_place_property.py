@@ -118,7 +118,10 @@ def test_evict_would_rather_lose_one_large_model_than_two_small_ones() -> None:
     idle = [
         IdleModel(name, ms, size, 0.1) for name, ms, size in (("a", 9e9, 15), ("b", 8e9, 15), ("c", 1.0, 30))
     ]
-    assert evict(spec("m", 30, "emulated"), [Room("g", "emulated", 0, KvFloor(0))], {"g": idle}) == ("g", ("c",))
+    assert evict(spec("m", 30, "emulated"), [Room("g", "emulated", 0, KvFloor(0))], {"g": idle}) == (
+        "g",
+        ("c",),
+    )
 
 
 def test_place_leaves_models_whose_tokens_are_large_room_for_them() -> None:

@@ -9,7 +9,12 @@ from shared.errors import ConfigError
 from shared.model import Instance, ModelSpec, Placement
 
 SETTINGS = ConsolidatorSettings(
-    min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=5_000.0, dwell_ms=10_000.0, window_ms=30_000.0
+    min_kv_bytes=10,
+    min_kv_tokens=0,
+    observe_ms=5_000.0,
+    consolidate_ms=5_000.0,
+    dwell_ms=10_000.0,
+    window_ms=30_000.0,
 )
 APART = Placement(version=7, instances=tuple(Instance(model=m, gpus=(f"g{m}",)) for m in "abc"))
 
@@ -57,7 +62,9 @@ def test_a_saving_that_the_moves_would_cost_is_left() -> None:
 
 
 def test_the_end_of_a_keep_alive_is_followed_by_a_look_long_before_the_slow_period() -> None:
-    slow = ConsolidatorSettings(min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=3_600_000.0)
+    slow = ConsolidatorSettings(
+        min_kv_bytes=10, min_kv_tokens=0, observe_ms=5_000.0, consolidate_ms=3_600_000.0
+    )
     lab = apart(slow)
     lab.gpus["ga"].set("a", idle_ms=1_000.0)
     lab.gpus["gx"] = FakeGpu("gx")

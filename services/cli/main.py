@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services.cli import explain, profile
@@ -303,12 +304,19 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """Run the command line; an error made on purpose is one line on stderr and status 1."""
+    """Run the command line; an error made on purpose, or of a file, is one line on stderr and status 1."""
     try:
         app()
     except FestinaError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        why = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise  # no path that somebody gave
+        why = f"{error.filename}: {error.strerror}"
+    else:
+        return
+    errors.print(f"[red]error:[/red] {escape(why)}", highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def _shares(host: HostFacts, sm_partition: str, mps_share_pct: int) -> Row:
     try:
         used = partition_for(sm_partition, mps_share_pct, device_for(host.gpu_type), sm_facts(host))
     except ConfigError as error:
-        means, cure = "no local scheduler of vLLM engines starts", "leave FESTINA_DEVICE_SM_PARTITION at auto"
+        means = "no local scheduler of vLLM engines starts"
+        cure = "what it says, or leave FESTINA_DEVICE_SM_PARTITION at auto"
         return Row(check=check, outcome=FAILED, found=str(error), means=means, cure=cure)
     found = f"{used.means}: {used.why}"
     if used.means in ("green", sm_partition):

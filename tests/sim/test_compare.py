@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from services.cli.main import app
+from services.cli.main import app, main
 from shared.errors import ConfigError
 from shared.systems import SYSTEMS
 from sim.cells import Cell, Played, Trace, models_of, play, settings_of
@@ -112,6 +112,16 @@ def test_a_cell_that_cannot_be_played_is_refused_before_any_is(tmp_path: Path, w
     with Progress(disable=True) as bar, pytest.raises(ConfigError):
         Grid(tmp_path).play(cells, bar)
     assert len(Grid(tmp_path).missing(cells)) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "[taken]").touch()
+    monkeypatch.setattr(sys, "argv", ["festina", "paper", "table1", "--out", str(file)])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.strip().startswith(f"error: {file}")
 
 
 def test_a_grid_has_default_clocks_only_where_they_matter() -> None:

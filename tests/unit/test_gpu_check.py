@@ -281,6 +281,9 @@ def test_the_command_writes_its_results_under_the_cards_name(nvml: StubNvml, tmp
     assert nvml.calls == [] and "not a CUDA device" in done.stdout
     nvml.set(1, compute_mode=2)
     assert command(env, "--pace", "0.01", "--out", str(tmp_path)).returncode == 1
+    (tmp_path / "file").touch()
+    done = command(env, "--pace", "0.01", "--out", str(tmp_path / "file"))
+    assert done.returncode == 1 and "cannot write" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")

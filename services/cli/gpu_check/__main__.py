@@ -47,6 +47,8 @@ def main() -> None:
             gpu.close()
     except FestinaError as error:
         sys.exit(f"gpu-check needs an NVIDIA GPU: {error}")
+    except OSError as error:
+        sys.exit(f"gpu-check cannot write its results: {error}; name another folder by --out")
     print("", *summary(report, device), f"written to {path}", sep="\n")
     sys.exit(report.failed)
 

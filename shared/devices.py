@@ -114,7 +114,14 @@ class Device:
 
     def psi(self, sm_clock_mhz: Any) -> Any:
         """psi(f): square of the voltage at a clock, against that at the reference clock."""
+        if not isinstance(sm_clock_mhz, int):
+            return self._psi(sm_clock_mhz)
+        known = self._psis.get(sm_clock_mhz)
+        if known is None:
+            known = self._psis[sm_clock_mhz] = self._psi(sm_clock_mhz)
+        return known
 
+    def _psi(self, sm_clock_mhz: Any) -> Any:
         def voltage(clock_mhz: Any) -> Any:
             above_mhz = clock_mhz - self.voltage_knee_mhz
             scalar = isinstance(above_mhz, float)
@@ -124,10 +131,14 @@ class Device:
         return (voltage(sm_clock_mhz) / voltage(self.power_reference_mhz)) ** 2
 
     @cached_property
-    def psi_times_mhz(self) -> np.ndarray[Any, Any]:
+    def _psis(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def psi_times_mhz(self) -> tuple[float, ...]:
         """The factor of dynamic power that falls with the clock, at each clock offered; ascending."""
         clocks = np.array(self.clocks_mhz)
-        return clocks * self.psi(clocks)  # type: ignore[no-any-return]
+        return tuple((clocks * self.psi(clocks)).tolist())
 
     @cached_property
     def contentions(self) -> dict[tuple[float, ...], tuple[float, float]]:

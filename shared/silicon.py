@@ -32,7 +32,7 @@ from shared.model import ModelSpec
 # ---- time
 
 
-@dataclass(frozen=True)
+@dataclass(init=False)  # one that is made for it stays interpreted where the rest is compiled
 class StepWork:
     """What one engine step must do, whatever the clock and share; numbers or arrays that broadcast."""
 
@@ -41,6 +41,12 @@ class StepWork:
     kv_bytes: Any
     attn_flops: Any
     overhead_ms: float
+
+    def __init__(
+        self, weight_bytes: float, matmul_flops: Any, kv_bytes: Any, attn_flops: Any, overhead_ms: float
+    ) -> None:
+        self.weight_bytes, self.overhead_ms = weight_bytes, overhead_ms
+        self.matmul_flops, self.kv_bytes, self.attn_flops = matmul_flops, kv_bytes, attn_flops
 
 
 def step_work(
@@ -61,8 +67,6 @@ def step_work(
         prefill_past_tokens: tokens of the same prompt computed before, which the chunk attends to. Several
             prompts in one step: add the `attn_flops` of each.
     """
-    # Causal: token i of the chunk attends to all that came before it, two products of 2 FLOPs per element.
-    attended_tokens = prefill_tokens * (prefill_past_tokens + prefill_tokens / 2)
     # The input embedding is looked up, not multiplied, and of a prompt only the last token gets logits.
     head_params = model.vocab_tokens * model.hidden
     body_params = model.params - head_params * (1 if model.tied_embeddings else 2)
@@ -74,9 +78,16 @@ def step_work(
             + head_params * (decode_batch + (prefill_tokens > 0))
         ),
         kv_bytes=1.0 * model.kv_bytes_per_token * decode_context_tokens,
-        attn_flops=4.0 * model.layers * model.heads * model.head_dim * attended_tokens,
+        attn_flops=attn_flops(model, prefill_tokens, prefill_past_tokens),
         overhead_ms=device.layer_overhead_ms * model.layers + device.step_overhead_ms,
     )
+
+
+def attn_flops(model: ModelSpec, prefill_tokens: Any, past_tokens: Any) -> Any:
+    """Return the attention FLOPs of a chunk of a prompt, of which `past_tokens` were computed before."""
+    # Causal: token i of the chunk attends to all that came before it, two products of 2 FLOPs per element.
+    attended_tokens = prefill_tokens * (past_tokens + prefill_tokens / 2)
+    return 4.0 * model.layers * model.heads * model.head_dim * attended_tokens
 
 
 def bandwidth_of_share(device: Device, sm_share: Any) -> Any:

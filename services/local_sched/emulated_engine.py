@@ -8,7 +8,7 @@ tokens are told once there are `report_steps` of them.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.local_sched.emulated_kv import Copies
 from services.local_sched.emulated_step import Sequence, Step, scaled
@@ -17,7 +17,7 @@ from shared.devices import Device
 from shared.engine import OutOfMemory, StepDone, StepOutput
 from shared.events import Event
 from shared.model import ModelSpec, Plan, Request
-from shared.silicon import StepWork, step_work
+from shared.silicon import StepWork, attn_flops, step_work
 
 
 @dataclass(slots=True, eq=False)
@@ -194,22 +194,11 @@ class Engine:
             self.model,
             decode_batch=decodes,
             decode_context_tokens=context_tokens + decodes * (steps + 1) / 2,  # the mean of the steps
-            prefill_tokens=sum(n for _, n in prefills),
+            prefill_tokens=sum([n for _, n in prefills]),
         )
-        if not prefills:
-            return work if steps == 1 else scaled(work, steps)
-        chunks = (
-            step_work(
-                device,
-                self.model,
-                decode_batch=0,
-                decode_context_tokens=0,
-                prefill_tokens=n,
-                prefill_past_tokens=s.computed_tokens,
-            )
-            for s, n in prefills
-        )
-        return replace(work, attn_flops=sum(chunk.attn_flops for chunk in chunks))
+        if prefills:
+            work.attn_flops = sum([attn_flops(self.model, n, s.computed_tokens) for s, n in prefills])
+        return work if steps == 1 else scaled(work, steps)
 
     def finish_step(self, device: Device, report_steps: int) -> tuple[StepDone | None, float]:
         """End the running step: move its requests on by what was computed.

@@ -55,7 +55,6 @@ class Sequence:
     leaving: bool = False
 
 
-@dataclass(slots=True, eq=False)
 class Step:
     """A step that runs, or several alike: `parts` are sequences with the tokens that each step computes.
 
@@ -64,19 +63,20 @@ class Step:
     conditions.
     """
 
-    plan_id: int
-    sm_share: float
-    parts: list[tuple[Sequence, int]]
-    work: StepWork
-    start_ms: float
-    steps: int = 1
-    was_cut: bool = False
-    end_ms: float = 0.0
-    full_ms: float = 0.0
-    power_w: float = 0.0
-    energy_j: float = 0.0
-    _asked: tuple[float, ...] = ()
-    _span_ms: float = 0.0
+    def __init__(
+        self,
+        plan_id: int,
+        sm_share: float,
+        parts: list[tuple[Sequence, int]],
+        work: StepWork,
+        start_ms: float,
+        steps: int = 1,
+    ) -> None:
+        self.plan_id, self.sm_share, self.parts, self.work = plan_id, sm_share, parts, work
+        self.start_ms, self.steps, self.was_cut = start_ms, steps, False
+        self.end_ms = self.full_ms = self.power_w = self.energy_j = 0.0
+        self._asked: tuple[float, ...] = ()
+        self._span_ms = 0.0
 
     def span_ms(self, device: Device, clock_mhz: int, share: float, scales: tuple[float, float]) -> float:
         """Return what the whole takes under such conditions; the last answer is remembered."""
@@ -131,23 +131,14 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         shares = [share / over for share in shares]
     all_shares = sum(shares)
     scales = contention(device, shares)
-
-    def at(clock_mhz: int) -> tuple[list[float], list[tuple[float, float]], float, float]:
-        spans_ms, speeds = [], []
-        for step, share in zip(steps, shares, strict=True):
-            span_ms = step.span_ms(device, clock_mhz, share, scales)
-            spans_ms.append(span_ms)
-            speeds.append(rates(step.work, span_ms))
-        return spans_ms, speeds, sum([read for read, _ in speeds]), sum([done for _, done in speeds])
-
     capped_mhz = clock_mhz
-    spans_ms, speeds, tb_per_s, tflop_per_s = at(clock_mhz)
+    spans_ms, reads, tb_per_s, tflop_per_s = _speeds(device, clock_mhz, steps, shares, scales)
     for _ in range(CAP_ROUNDS):
         asked_mhz = capped_mhz
         capped_mhz = capped_clock_mhz(device, asked_mhz, all_shares, tb_per_s, tflop_per_s)
         if capped_mhz == asked_mhz:
             break
-        spans_ms, speeds, tb_per_s, tflop_per_s = at(capped_mhz)
+        spans_ms, reads, tb_per_s, tflop_per_s = _speeds(device, capped_mhz, steps, shares, scales)
     parts_w = (0.0, 0.0, 0.0, 0.0, 0.0)
     if device.has_meter:
         clock_w, hbm_w, compute_w = dynamic_parts_w(device, capped_mhz, all_shares, tb_per_s, tflop_per_s)
@@ -155,7 +146,7 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         context_w = max(0.0, idle_w - device.static_w - clock_w - hbm_w - compute_w)
         parts_w = (device.static_w, context_w, clock_w, hbm_w, compute_w)
         above_w = sum(parts_w) - idle_w
-        for step, share, (read, _) in zip(steps, shares, speeds, strict=True):
+        for step, share, read in zip(steps, shares, reads, strict=True):
             part = share / all_shares
             step.power_w = idle_w * part + above_w * (part + read / tb_per_s) / 2
     for step, span_ms in zip(steps, spans_ms, strict=True):
@@ -165,3 +156,20 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
             step.end_ms = now_ms + (step.end_ms - now_ms) * span_ms / step.full_ms
         step.full_ms = span_ms
     return parts_w
+
+
+def _speeds(
+    device: Device, clock_mhz: int, steps: list[Step], shares: list[float], scales: tuple[float, float]
+) -> tuple[list[float], list[float], float, float]:
+    """Return of steps at a clock what each takes, TB/s that each reads, and TB/s and TFLOP/s of all."""
+    spans_ms: list[float] = []
+    reads: list[float] = []
+    tb_per_s = tflop_per_s = 0.0
+    for step, share in zip(steps, shares, strict=True):
+        span_ms = step.span_ms(device, clock_mhz, share, scales)
+        read, done = rates(step.work, span_ms)
+        spans_ms.append(span_ms)
+        reads.append(read)
+        tb_per_s += read
+        tflop_per_s += done
+    return spans_ms, reads, tb_per_s, tflop_per_s

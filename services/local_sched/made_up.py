@@ -7,7 +7,6 @@ on another GPU goes on with the very same tokens, and a repeated experiment says
 from bisect import bisect_right
 from collections.abc import Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -27,6 +26,9 @@ PIECE_TOKENS = 512
 """So many tokens of an answer are made up at a time."""
 
 _MASK = (1 << 64) - 1
+_FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_FACTORS_64 = tuple(np.uint64(factor) for factor in _FACTORS)
+_SHIFTS_64 = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class VocabSlice:
     Args:
         token_ids: ordinary tokens to draw from; more than one makes better reading.
         eos_id: the token that ends an answer; not among `token_ids`.
+        table: the ordinary tokens as an array.
 
     Raises:
         ConfigError: no tokens, or `eos_id` is among them.
@@ -43,6 +46,7 @@ class VocabSlice:
 
     token_ids: tuple[int, ...]
     eos_id: int
+    table: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.eos_id in self.token_ids:
@@ -50,11 +54,7 @@ class VocabSlice:
                 f"made-up answers need ordinary tokens other than the end token {self.eos_id}; "
                 f"got {len(self.token_ids)} tokens: name some, and leave the end token out"
             )
-
-    @cached_property
-    def table(self) -> npt.NDArray[np.int64]:
-        """The ordinary tokens as an array."""
-        return np.array(self.token_ids)
+        object.__setattr__(self, "table", np.array(self.token_ids))
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Answer:
     max_tokens: int
     min_tokens: int
     stop_token_ids: Set[int]
-    _piece: list[int] = field(default_factory=list, repr=False, compare=False)
+    _piece: tuple[int, ...] = field(default=(), repr=False, compare=False)
     _piece_start: int = field(default=0, repr=False, compare=False)
 
     def token(self, index: int) -> tuple[int, str]:
@@ -91,14 +91,14 @@ class Answer:
         if not 0 <= first <= first + stop - start <= len(self._piece):
             self._make(start, stop)
             first = 0
-        return tuple(self._piece[first : first + stop - start])
+        return self._piece[first : first + stop - start]
 
     def end(self) -> tuple[int, str]:
         """Return how many tokens the whole answer has, and ``stop`` or ``length``, whichever ends it."""
         most, reason = max(1, self.max_tokens), "length"
         if self.length is not None and self.length <= most:
             most, reason = max(1, self.length), "stop"
-        if not self.stop_token_ids.isdisjoint(self.vocab.token_ids):
+        if self.stop_token_ids and not self.stop_token_ids.isdisjoint(self.vocab.token_ids):
             for start in range(self.min_tokens, most, PIECE_TOKENS):
                 for i, token_id in enumerate(self.tokens(start, min(most, start + PIECE_TOKENS))):
                     if token_id in self.stop_token_ids:
@@ -110,11 +110,11 @@ class Answer:
         most = self.max_tokens if self.length is None else min(self.length, self.max_tokens)
         stop = max(stop, min(start + PIECE_TOKENS, most))
         drawn = _mix_all(self.key, start, stop) % np.uint64(len(self.vocab.token_ids))
-        self._piece = self.vocab.table[drawn].tolist()
-        self._piece_start = start
+        piece: list[int] = self.vocab.table[drawn].tolist()
         if self.length is not None and stop >= self.length:
             first = max(0, self.length - 1 - start)
-            self._piece[first:] = [self.vocab.eos_id] * (stop - start - first)
+            piece[first:] = [self.vocab.eos_id] * (stop - start - first)
+        self._piece, self._piece_start = tuple(piece), start
 
 
 def answer(request: Request, vocab: VocabSlice, context_tokens: int, length: int | None = None) -> Answer:
@@ -152,16 +152,17 @@ def output_length(quantile: float) -> int:
 
 def _mix(x: int) -> int:
     """Scramble 64 bits (the finalizer of SplitMix64), so that neighbouring indices look unrelated."""
-    x = (x * 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x = (x * _FACTORS[0]) & _MASK
+    x = ((x ^ (x >> 30)) * _FACTORS[1]) & _MASK
+    x = ((x ^ (x >> 27)) * _FACTORS[2]) & _MASK
     return x ^ (x >> 31)
 
 
 def _mix_all(key: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """Return `_mix(key + i)` for i from `start` up to `stop`."""
-    x = np.arange(start, stop, dtype=np.uint64) + np.uint64(key & _MASK)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = np.arange(start, stop, dtype=np.uint64)
+    x += np.uint64(key & _MASK)
+    for factor, shift in zip(_FACTORS_64, _SHIFTS_64, strict=True):  # in place: memory anew takes longest
+        x *= factor
+        x ^= x >> shift
+    return x

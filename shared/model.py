@@ -29,7 +29,7 @@ class Objectives(Struct):
     tbt_ms: float
 
 
-class ModelSpec(Struct):
+class ModelSpec(Struct, cache_hash=True):
     """One servable model: its shape, where its weights and tokenizer are, and how it is to be served.
 
     Args:
@@ -97,6 +97,7 @@ class Tenant(Struct):
     weight: float = 1.0
 
 
+@lru_cache(maxsize=4096)
 def slug(name: str) -> str:
     """Return `name` as one NATS token: lower case, every run of other characters a single ``-``.
 

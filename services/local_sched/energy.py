@@ -132,7 +132,7 @@ class EnergyBook:
         while gaps and gaps[-1].until_ms > from_ms:
             gap = gaps.pop()
             if gap.until_ms > until_ms:
-                after.append(gap._replace(from_ms=max(gap.from_ms, until_ms)))
+                after.append(Gap(max(gap.from_ms, until_ms), gap.until_ms, gap.power_w, gap.use))
             if gap.from_ms < from_ms:
-                gaps.append(gap._replace(until_ms=from_ms))
+                gaps.append(Gap(gap.from_ms, from_ms, gap.power_w, gap.use))
         gaps.extend(reversed(after))

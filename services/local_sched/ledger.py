@@ -208,20 +208,17 @@ def staircase(
         claimed_bytes: what waiting requests will take first.
         most_steps: neighbouring steps are joined, to the later of their times, until so few are left.
     """
-
-    def step(after_ms: float) -> StairStep:
-        unclaimed_bytes = max(0, free_bytes - claimed_bytes)
-        return StairStep(after_ms=after_ms, free_bytes=unclaimed_bytes, free_sm_share_pct=free_sm_share_pct)
-
-    steps = [step(0.0)]
+    steps = [StairStep(0.0, max(0, free_bytes - claimed_bytes), free_sm_share_pct)]
     ordered = sorted(ends)
     groups = min(len(ordered), most_steps - 1)
     start = 0
     for group in range(1, groups + 1):
         stop = round(len(ordered) * group / groups)
-        part = ordered[start:stop]
-        free_bytes += sum([freed_bytes for _, freed_bytes, _ in part])
-        free_sm_share_pct = min(100, free_sm_share_pct + sum([freed_pct for *_, freed_pct in part]))
-        steps.append(step(part[-1][0]))
+        after_ms = 0.0
+        for after_ms, freed_bytes, freed_pct in ordered[start:stop]:  # noqa: B007 (the last of them counts)
+            free_bytes += freed_bytes
+            free_sm_share_pct += freed_pct
+        free_sm_share_pct = min(100, free_sm_share_pct)
+        steps.append(StairStep(after_ms, max(0, free_bytes - claimed_bytes), free_sm_share_pct))
         start = stop
     return tuple(steps)

@@ -1,7 +1,6 @@
 """What a GPU tells the others about itself (3.3): its summary, made from the state."""
 
 import math
-from collections import Counter
 from collections.abc import Collection
 
 from services.local_sched.ledger import staircase
@@ -127,11 +126,11 @@ def _engine(
     pool = state.ledger.pools.get(model)
     context_tokens, tightest_tbt_ms, running, _ = inside[model]
     prefills = [(due_ms - now_ms, tokens) for due_ms, tokens in running]
-    waiting: Counter[str] = Counter()
+    waiting: dict[str, int] = {}
     for work in outside:
         request = work.request
         tightest_tbt_ms = min(tightest_tbt_ms, request.objectives.tbt_ms)
-        waiting[request.tenant] += 1
+        waiting[request.tenant] = waiting.get(request.tenant, 0) + 1
         if work.run_first_ms is None and work.stage is not Stage.HELD:
             prefills.append((work.due_ms - now_ms, work.prefill_tokens))
     idle = not engine.running and not outside and not state.moves.expected(model)
@@ -146,7 +145,7 @@ def _engine(
         idle_ms=now_ms - engine.used_ms if idle else 0.0,
         tightest_tbt_ms=tightest_tbt_ms if tightest_tbt_ms < math.inf else 0.0,
         reason=engine.reason,
-        queued_of=dict(waiting),
+        queued_of=waiting,
         prefills=_prefills(prefills) if prefills else (),
         staircase=_staircase(state, inside, [model], free_kv_bytes) if pool and pool.pool_bytes else (),
         spec=digest(engine.spec),

@@ -1,26 +1,13 @@
 """The fluid lower bound against a case worked out by hand."""
 
 import pytest
+from by_hand import MODEL
 
 from shared.devices import device_for
-from shared.model import ModelSpec
 from sim.bound import bound, fewest_steps
 from sim.workload import Arrival
 
 H100 = device_for("h100-80gb")
-# 8 billion parameters in 2 bytes; 100,000 bytes of KV per token; 1 ms + 32 * 0.027 ms of overhead per step.
-MODEL = ModelSpec(
-    name="m",
-    engine="emulated",
-    params=8_000_000_000,
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    weight_bytes=16_000_000_000,
-    kv_bytes_per_token=100_000,
-)
 
 
 def asked(at_ms: float, input_tokens: int, output_tokens: int) -> Arrival:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CORNERS_KEPT = 4096  # pairs of clock and share that one grid remembers
+ROWS_KEPT = 512  # cells at several clocks
 SWEEP_POINTS, SWEEPS_KEPT = 64, 16  # clocks and shares of a sweep, asked again and again; how many such sets
 SMALL_ROWS, SCRATCH_ROWS = 256, 1 << 14
 
@@ -86,6 +87,10 @@ def _axis(points: tuple[int, ...], rows: int) -> _Axis:
     return _Axis(points, rows)
 
 
+_Corner = tuple[float, float, float, float, float]
+"""A cell at one point of clock and share: that one's weight, and a, b, c, d of above."""
+
+
 class Grid:
     """Values over clock, share and one or two axes more; beyond a clock or a share the nearest one's.
 
@@ -106,6 +111,7 @@ class Grid:
         self._y = rest[0] if rest else None
         self._corners: dict[tuple[float, float], list[tuple[int, float]]] = {}
         self._row_corners: dict[tuple[tuple[int, ...], int], list[list[tuple[int, float]]]] = {}
+        self._row_cells: dict[tuple[tuple[int, ...], int, int], list[list[_Corner]]] = {}
         self._sweeps: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
         self._terms = 2 if self._y is None else 4
         self._pair_rows = math.prod(cells)
@@ -124,9 +130,15 @@ class Grid:
 
     def row(self, clocks: tuple[int, ...], share: int, x: float, y: float = 0.0) -> list[float]:
         """Return the values at several clocks, all else equal."""
-        known = self._row_corners.get((clocks, share)) or self._find_row(clocks, share)
         cell, x, y = self._cell(x, y), float(x), float(y)
-        return [self._value(corners, cell, x, y) for corners in known]
+        known = self._row_cells.get((clocks, share, cell)) or self._find_cells(clocks, share, cell)
+        values = []
+        for corners in known:
+            total = 0.0
+            for weight, a, b, c, d in corners:
+                total += weight * (a + b * x + (c + d * x) * y)
+            values.append(total)
+        return values
 
     def _cell(self, x: Any, y: Any) -> int:
         """Return where the coefficients of the cell of a point begin, among the rows of a pair."""
@@ -190,6 +202,22 @@ class Grid:
             self._row_corners.clear()
         known = self._row_corners[clocks, share] = [self._find_corners(clock, share) for clock in clocks]
         return known
+
+    def _find_cells(self, clocks: tuple[int, ...], share: int, cell: int) -> list[list[_Corner]]:
+        """Return what a cell holds at the points around each clock and a share, and remember it."""
+        row = self._row_corners.get((clocks, share)) or self._find_row(clocks, share)
+        if len(self._row_cells) >= ROWS_KEPT:
+            self._row_cells.clear()
+        read, found = self._read, []
+        for corners in row:
+            cells = []
+            for first, weight in corners:
+                i = self._terms * (first + cell)
+                c, d = (read[i + 2], read[i + 3]) if self._terms == 4 else (0.0, 0.0)
+                cells.append((weight, read[i], read[i + 1], c, d))
+            found.append(cells)
+        self._row_cells[clocks, share, cell] = found
+        return found
 
     def _many(self, clock: Any, share: Any, x: Any, y: Any) -> NDArray[Any]:
         """The same for arrays, and for numbers among them."""

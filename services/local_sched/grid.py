@@ -3,18 +3,16 @@
 Decisions come in their hundreds per second and ask for much the same loads, as long as they name them in
 round numbers (`coarse`), so answers are remembered. An answer depends on the question alone: remembering it
 changes nothing. A table that is replaced has a grid of its own.
-
-Tables are over [share][clock], the smallest share and the highest clock first: times ascend along a row.
 """
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from services.local_sched.tables import Energies, Parts, Repeated, Sums, Table, Times, Zeros
 from shared.lut import Lut
 
 CHUNK_TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -44,117 +42,11 @@ class Load(NamedTuple):
     step_interval_ms: float = 0.0
 
 
-class Table:
-    """Numbers over [share][clock], in plain floats: a row is worked out when first read, for few are."""
-
-    def __init__(self, shares: int) -> None:
-        self._rows: list[list[float] | None] = [None] * shares
-
-    def __getitem__(self, share: int) -> list[float]:
-        """Return the row of a share."""
-        row = self._rows[share]
-        if row is None:
-            row = self._rows[share] = self._row(share)
-        return row
-
-    def _row(self, share: int) -> list[float]:
-        raise NotImplementedError
-
-
-class _Zeros(Table):
-    def __init__(self, shares: int, clocks: int) -> None:
-        super().__init__(shares)
-        self._clocks = clocks
-
-    def _row(self, share: int) -> list[float]:
-        return [0.0] * self._clocks
-
-
-class _Times(Table):
-    """Times of one decode step, or of one prompt (`batch` 0), none below that of a higher clock.
-
-    The power cap makes some steps slower by a percent at a higher clock; the sweep counts on the order.
-    """
-
-    def __init__(self, lut: Lut, clocks_mhz: tuple[int, ...], tokens: float, batch: int) -> None:
-        super().__init__(len(lut.device.sm_sizes_pct))
-        self.lut, self.clocks_mhz, self.tokens, self.batch = lut, clocks_mhz, tokens, batch
-
-    def _row(self, share: int) -> list[float]:
-        lut, share_pct = self.lut, self.lut.device.sm_sizes_pct[share]
-        if self.batch:
-            row = lut.tbt_row_ms(self.clocks_mhz, share_pct, self.batch, self.tokens)
-        else:
-            row = lut.ttft_row_ms(self.clocks_mhz, share_pct, self.tokens)
-        return list(accumulate(row, max))
-
-
-class _Energies(Table):
-    """Energy above the device's static power of what takes these times; none without a meter."""
-
-    def __init__(self, times: _Times) -> None:
-        super().__init__(len(times.lut.device.sm_sizes_pct))
-        self._times = times
-
-    def _row(self, share: int) -> list[float]:
-        times, device = self._times, self._times.lut.device
-        if not device.has_meter:
-            return [0.0] * len(times.clocks_mhz)
-        share_pct, static_w = device.sm_sizes_pct[share], device.static_w
-        if times.batch:
-            row_w = times.lut.decode_row_w(times.clocks_mhz, share_pct, times.batch, times.tokens)
-        else:
-            row_w = times.lut.prefill_row_w(times.clocks_mhz, share_pct, times.tokens)
-        return [(power_w - static_w) * ms / 1e3 for power_w, ms in zip(row_w, times[share], strict=True)]
-
-
-class _Repeated(Table):
-    """Each number, or `least` if that is more, so many times."""
-
-    def __init__(self, shares: int, of: Table, times: float, least: float = -math.inf) -> None:
-        super().__init__(shares)
-        self._of, self._times, self._least = of, times, least
-
-    def _row(self, share: int) -> list[float]:
-        times, least = self._times, self._least
-        return [max(number, least) * times for number in self._of[share]]
-
-
-class _Sums(Table):
-    """The sum of several tables."""
-
-    def __init__(self, shares: int, of: Sequence[Table]) -> None:
-        super().__init__(shares)
-        self._of = of
-
-    def _row(self, share: int) -> list[float]:
-        total = self._of[0][share]
-        for table in self._of[1:]:
-            total = [before + more for before, more in zip(total, table[share], strict=True)]
-        return total
-
-
-class _Parts(Table):
-    """The largest part of any one's slack that the prefills up to it take, one after the other."""
-
-    def __init__(self, shares: int, prefills_ms: Sequence[Table], slacks_ms: Sequence[float]) -> None:
-        super().__init__(shares)
-        self._prefills_ms, self._slacks_ms = prefills_ms, slacks_ms
-
-    def _row(self, share: int) -> list[float]:
-        end_ms = self._prefills_ms[0][share]
-        slack_ms = self._slacks_ms[0]
-        parts = [ms / slack_ms for ms in end_ms]
-        for table, slack_ms in zip(self._prefills_ms[1:], self._slacks_ms[1:], strict=True):
-            end_ms = [before + ms for before, ms in zip(end_ms, table[share], strict=True)]
-            parts = [max(part, ms / slack_ms) for part, ms in zip(parts, end_ms, strict=True)]
-        return parts
-
-
-class Profile(NamedTuple):
+class Profile:
     """What a load takes, for its engine running alone.
 
     Args:
+        grid: what tells so.
         step_ms, budget_ms: time of one decode step, 0 if nothing decodes, and what it may take.
         prefill_ms, slack_ms: time of the prefills, 0 if there are none, and what they may take. Of several,
             the largest part of any one's slack that the prefills up to it take, and 1.
@@ -162,12 +54,20 @@ class Profile(NamedTuple):
         dynamic_j: likewise its energy above the device's static power; 0 without a meter.
     """
 
-    step_ms: Table
-    budget_ms: float
-    prefill_ms: Table
-    slack_ms: float
-    work_ms: Sequence[Table]
-    dynamic_j: Sequence[Table]
+    def __init__(
+        self,
+        grid: "Grid",
+        step_ms: Table,
+        budget_ms: float,
+        prefill_ms: Table,
+        slack_ms: float,
+        work_ms: list[Table],
+        dynamic_j: list[Table],
+    ) -> None:
+        self.grid = grid
+        self.step_ms, self.budget_ms = step_ms, budget_ms
+        self.prefill_ms, self.slack_ms = prefill_ms, slack_ms
+        self.work_ms, self.dynamic_j = work_ms, dynamic_j
 
 
 class _Phase(NamedTuple):
@@ -200,9 +100,10 @@ class Grid:
         self._clocks_mhz = clocks_mhz
         self._shares_pct = lut.device.sm_sizes_pct
         self._shares = len(self._shares_pct)
-        self._zeros: Table = _Zeros(self._shares, len(clocks_mhz))
+        self._zeros: Table = Zeros(self._shares, len(clocks_mhz))
         self._phases: dict[tuple[int, float], _Phase] = {}
         self._decodes: dict[tuple[float, ...], _Decodes] = {}
+        self._queues: dict[tuple[float, ...], _Phase] = {}
         self._chunks_ms: dict[tuple[int, int], list[float]] = {}
 
     def profile(self, load: Load) -> Profile:
@@ -221,7 +122,7 @@ class Grid:
             dynamic_j.append(energy)
         if not work_ms:
             work_ms = dynamic_j = [self._zeros]
-        return Profile(step_ms, load.decode_budget_ms, prefill_ms, slack_ms, work_ms, dynamic_j)
+        return Profile(self, step_ms, load.decode_budget_ms, prefill_ms, slack_ms, work_ms, dynamic_j)
 
     def prefill_ms(self, clock: int, share: int, tokens: float) -> float:
         """Return the time of a prefill at one point, given by its place among clocks and shares."""
@@ -242,21 +143,31 @@ class Grid:
             tokens, slack_ms = prefills[0]
             prompt = self._phase(0, tokens)
             return prompt.ms, slack_ms, prompt.ms, prompt.dynamic_j
-        prompts = [self._phase(0, tokens) for tokens, _ in prefills]
-        each_ms: list[Table] = [prompt.ms for prompt in prompts]
-        part = _Parts(self._shares, each_ms, [slack_ms for _, slack_ms in prefills])
-        energy = _Sums(self._shares, [prompt.dynamic_j for prompt in prompts])
-        return part, 1.0, _Sums(self._shares, each_ms), energy
+        each_ms = [self._phase(0, tokens).ms for tokens, _ in prefills]
+        part = Parts(self._shares, each_ms, [slack_ms for _, slack_ms in prefills])
+        queue = self._queue(tuple([tokens for tokens, _ in prefills]))
+        return part, 1.0, queue.ms, queue.dynamic_j
+
+    def _queue(self, prompts: tuple[float, ...]) -> _Phase:
+        """Return the prefills of these prompts, one after the other."""
+        known = self._queues.get(prompts)
+        if known is None:
+            each = [self._phase(0, tokens) for tokens in prompts]
+            ms = Sums(self._shares, [prompt.ms for prompt in each])
+            energy = Sums(self._shares, [prompt.dynamic_j for prompt in each])
+            known = _keep(self._queues, prompts, _Phase(ms, energy))
+        return known
 
     def _all_steps(self, load: Load) -> _Decodes:
         """Return one decode step of a load, and all of them."""
-        _, batch, context_tokens, _, steps, _, interval_ms = load
+        batch, context_tokens = load.decodes, load.mean_context_tokens
+        steps, interval_ms = load.decode_steps, load.step_interval_ms
         key = (batch, context_tokens, steps, interval_ms)
         known = self._decodes.get(key)
         if known is None:
             step = self._phase(batch, context_tokens)
-            ms = _Repeated(self._shares, step.ms, steps, interval_ms)
-            made = _Decodes(step.ms, ms, _Repeated(self._shares, step.dynamic_j, steps))
+            ms = Repeated(self._shares, step.ms, steps, interval_ms)
+            made = _Decodes(step.ms, ms, Repeated(self._shares, step.dynamic_j, steps))
             known = _keep(self._decodes, key, made)
         return known
 
@@ -265,8 +176,8 @@ class Grid:
         key = (batch, tokens)
         known = self._phases.get(key)
         if known is None:
-            ms = _Times(self._lut, self._clocks_mhz, tokens, batch)
-            known = _keep(self._phases, key, _Phase(ms, _Energies(ms)))
+            ms = Times(self._lut, self._clocks_mhz, tokens, batch)
+            known = _keep(self._phases, key, _Phase(ms, Energies(ms)))
         return known
 
 

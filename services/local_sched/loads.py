@@ -42,12 +42,11 @@ def tally_of(engine: Engine) -> Tally:
         if first_ms is None or last_ms is None:
             prefills.append(work)
             continue
-        request = work.request
-        made = len(request.output_tokens) + len(work.tokens)
-        context_tokens += len(request.prompt_tokens) + made
-        left = min(request.max_tokens, work.predicted_output_tokens) - made
+        prompt, made, most, tbt_ms = work.terms
+        made += len(work.tokens)
+        context_tokens += prompt + made
+        left = min(most, work.predicted_output_tokens) - made
         steps += left if left > 1 else 1
-        tbt_ms = request.objectives.tbt_ms
         if tbt_ms < least_tbt_ms:
             least_tbt_ms = tbt_ms
         left_ms = first_ms + tbt_ms * work.run_tokens - last_ms

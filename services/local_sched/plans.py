@@ -6,21 +6,16 @@ meets every deadline; then prefills that do not fit beside the more urgent ones 
 """
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
-
-from msgspec.structs import replace
 
 from services.local_sched import batch, tune
 from services.local_sched.admission import score_of, since_ms
-from services.local_sched.divide import divider_of
 from services.local_sched.governed import governed
-from services.local_sched.grid import Grid, Load, Profile, coarse, grid_of
+from services.local_sched.grid import Load, Profile, grid_of
 from services.local_sched.loads import load_of, slack_ms
+from services.local_sched.points import Point, clocks_of, points_of
 from services.local_sched.state import Decision, Engine, State
 from shared.engine import SetClock, SetPlan
 from shared.events import Action, Count
-from shared.lut import Lut
 from shared.model import Plan
 from shared.slo import objectives_for
 
@@ -45,27 +40,26 @@ def decide(state: State, now_ms: float) -> list[Action]:
     if not engines:
         return []
     choose = _decision if state.settings.clock == "sweep" else governed
-    decision = state.decision = choose(state, now_ms, engines, _clocks(state, now_ms, engines[0].lut))
-    loads, points = decision.loads, _points(state, decision)
-    turns = [_turns(state, now_ms, *each) for each in zip(engines, loads, points, strict=True)]
+    decision = state.decision = choose(state, now_ms, engines, clocks_of(state, now_ms, engines[0].lut))
+    loads, points = decision.loads, points_of(state.device, decision)
+    turns = [_turns(state, now_ms, engine, loads[i], points[i]) for i, engine in enumerate(engines)]
     held: frozenset[str] = frozenset()
     if decision.chosen is None and not decision.memory_awaited:
         held = _held(state, now_ms, engines, loads, turns, points[0].sm_clock_mhz)
     actions = _set_clock(state, now_ms, points[0].sm_clock_mhz)
-    for engine, load, point, tasks in zip(engines, loads, points, turns, strict=True):
+    for i, engine in enumerate(engines):
+        load, point, tasks = loads[i], points[i], turns[i]
         if point.least_share_pct != engine.least_share_pct:
             engine.least_share_pct, state.summary_due = point.least_share_pct, True
-        chunk_tokens = _chunk_tokens(state, engine, load, point, tasks)
-        here = held.intersection(engine.running) | engine.frozen if held else engine.frozen
-        plan = Plan(
-            plan_id=engine.plan.plan_id if engine.plan else 0,
-            held=here,
-            order=_order(engine, tasks),
-            chunk_tokens=chunk_tokens,
-            sm_share_pct=point.sm_share_pct,
-            step_interval_ms=load.step_interval_ms if decision.chosen is not None else 0.0,
+        actions += _set_plan(
+            state,
+            engine,
+            held.intersection(engine.running) | engine.frozen if held else engine.frozen,
+            _order(engine, tasks),
+            _chunk_tokens(state, engine, load, point, tasks),
+            point.sm_share_pct,
+            load.step_interval_ms if decision.chosen is not None else 0.0,
         )
-        actions += _set_plan(state, engine, plan)
     return actions
 
 
@@ -119,93 +113,14 @@ def _profiles(
     """Return what the loads take: with the same to do as at the last decision, what was found then."""
     if last is None or last.models != models or last.clocks_mhz != clocks_mhz:
         return [grid_of(load.lut, clocks_mhz).profile(load) for load in loads]
-    before = zip(loads, last.loads, last.profiles, strict=True)
-    return [
-        profile if load == then else grid_of(load.lut, clocks_mhz).profile(load)
-        for load, then, profile in before
-    ]
-
-
-def _clocks(state: State, now_ms: float, lut: Lut) -> tuple[int, ...]:
-    """Return the clocks to choose from, F_max first: those that the device gives and can hold.
-
-    There is one alone where the device keeps its own, and where nobody governs it.
-    """
-    if state.clock_refused:
-        return (state.clock_mhz,)
-    if state.settings.clock == "default":
-        return (state.device.default_clock_mhz,)
-    limited = now_ms - state.limited_ms < state.settings.clock_limit_ms
-    return _grid_clocks(lut, state.settings.fixed_clock_mhz, state.limit_mhz if limited else None)
-
-
-@lru_cache(maxsize=256)
-def _grid_clocks(lut: Lut, fixed_mhz: int | None, limit_mhz: int | None) -> tuple[int, ...]:
-    """Return the table's clocks up to a limit, at least the lowest; or the one that is pinned."""
-    if fixed_mhz is not None:
-        return (fixed_mhz,)
-    clocks_mhz = tuple(map(int, lut.clocks_mhz[::-1]))
-    if limit_mhz is None:
-        return clocks_mhz
-    return tuple([clock for clock in clocks_mhz if clock <= limit_mhz]) or clocks_mhz[-1:]
-
-
-class Point(NamedTuple):
-    """Where an engine runs, and by how much contention slows it.
-
-    Args:
-        grid, clock, share: its table, and the places of its clock and share there.
-        least_share_pct: the least share that meets its deadlines: others may not count on it.
-        step_ms: its decode step there, beside the others; 0 if nothing decodes.
-        compute: what contention leaves of its compute.
-    """
-
-    grid: Grid
-    clock: int
-    share: int
-    sm_clock_mhz: int
-    sm_share_pct: int
-    least_share_pct: int
-    step_ms: float
-    compute: float
-
-    def prefill_ms(self, tokens: int) -> float:
-        """Return the time of a prefill on its own."""
-        return self.grid.prefill_ms(self.clock, self.share, coarse(tokens, 6))
-
-
-def _points(state: State, decision: Decision) -> list[Point]:
-    """Return where each engine runs by a decision."""
-    device, clocks_mhz, profiles = state.device, decision.clocks_mhz, decision.profiles
-    sizes_pct, chosen, clock = device.sm_sizes_pct, decision.chosen, 0
-    least_pct: tuple[int | None, ...] = ()
-    if chosen is None:
-        chosen = tune.fallback(device, profiles, clocks_mhz)
-        least_pct = tune.least_shares(device, profiles, 0)
-    else:
-        clock = clocks_mhz.index(chosen.sm_clock_mhz)
-        for stretch in decision.found:
-            if stretch.first <= clock < stretch.end:
-                least_pct = stretch.least_pct
-                break
-    places = tuple([sizes_pct.index(share or sizes_pct[-1]) for share in chosen.shares_pct])
-    division = divider_of(device)(places)
-    points = []
-    for load, profile, place, least in zip(decision.loads, profiles, places, least_pct, strict=True):
-        share_pct = sizes_pct[place]
-        points.append(
-            Point(
-                grid_of(load.lut, clocks_mhz),
-                clock,
-                place,
-                chosen.sm_clock_mhz,
-                share_pct,
-                least or share_pct,
-                profile.step_ms[place][clock] / division.bandwidth,
-                division.compute,
-            )
-        )
-    return points
+    profiles = []
+    for i, load in enumerate(loads):
+        then, profile = last.loads[i], last.profiles[i]
+        if load != then:
+            grid = profile.grid if load.lut is then.lut else grid_of(load.lut, clocks_mhz)
+            profile = grid.profile(load)
+        profiles.append(profile)
+    return profiles
 
 
 def _budget_pct(state: State, engines: Sequence[Engine]) -> int:
@@ -280,7 +195,7 @@ def _chunk_tokens(state: State, engine: Engine, load: Load, point: Point, turns:
         room_ms = min(room_ms, load.decode_budget_ms - point.step_ms)
     if turns and turns[0].latency_ms <= turns[0].slack_ms:
         room_ms = min(room_ms, turns[0].slack_ms)
-    return tune.largest_chunk(point.grid, point.clock, point.share, room_ms, point.compute)
+    return point.chunk_tokens(room_ms)
 
 
 def _chunk_ms(state: State, engine: Engine) -> float:
@@ -326,7 +241,15 @@ def freeze(state: State, engine: Engine, run_ids: Iterable[str]) -> list[Action]
     """Hold runs that are to move, or have lost their turn, at once, and in every plan from now on."""
     engine.frozen |= frozenset(run_ids)
     now = engine.plan or Plan(plan_id=0)
-    return _set_plan(state, engine, replace(now, held=now.held | engine.frozen))
+    return _set_plan(
+        state,
+        engine,
+        now.held | engine.frozen,
+        now.order,
+        now.chunk_tokens,
+        now.sm_share_pct,
+        now.step_interval_ms,
+    )
 
 
 def _in_force_mhz(state: State) -> int:
@@ -340,10 +263,26 @@ def _set_clock(state: State, now_ms: float, clock_mhz: int) -> list[Action]:
     return [SetClock(sm_clock_mhz=clock_mhz), Count(name="clock_switches")]
 
 
-def _set_plan(state: State, engine: Engine, plan: Plan) -> list[Action]:
-    """Order a plan, under an id of its own, unless it is the one in force."""
-    if plan == engine.plan:
+def _set_plan(
+    state: State,
+    engine: Engine,
+    held: frozenset[str],
+    order: tuple[str, ...],
+    chunk_tokens: int,
+    sm_share_pct: int,
+    step_interval_ms: float,
+) -> list[Action]:
+    """Order a plan, under an id of its own, unless the one in force says the same, as most do."""
+    plan = engine.plan
+    if (
+        plan is not None
+        and chunk_tokens == plan.chunk_tokens
+        and sm_share_pct == plan.sm_share_pct
+        and step_interval_ms == plan.step_interval_ms
+        and order == plan.order
+        and held == plan.held
+    ):
         return []
-    engine.plan = replace(plan, plan_id=state.next_plan_id)
+    engine.plan = Plan(state.next_plan_id, held, order, chunk_tokens, sm_share_pct, step_interval_ms)
     state.next_plan_id += 1
     return [SetPlan(model=engine.spec.name, plan=engine.plan)]

@@ -86,7 +86,7 @@ class Stretch(NamedTuple):
 
 def sweep(
     device: Device,
-    profiles: Sequence[Profile],
+    profiles: list[Profile],
     clocks: int,
     budget_pct: int = 100,
     *,
@@ -133,18 +133,21 @@ def sweep(
     return found
 
 
-def reach_of(profiles: Sequence[Profile], places: Sequence[int], division: Division) -> list[int]:
+def reach_of(profiles: list[Profile], places: tuple[int, ...], division: Division) -> list[int]:
     """Return by engine at how many clocks, from the highest down, its deadlines hold on these shares.
 
     Where an engine does both, decode steps take their part of its time from the prefills.
     """
     _, _, bandwidth, compute, _ = division
     reach = []
-    for (step_ms, budget_ms, prefill_ms, slack_ms, _, _), place in zip(profiles, places, strict=True):
-        steps, most_ms = step_ms[place], budget_ms * bandwidth
-        prefills, slack_ms = prefill_ms[place], slack_ms * compute
-        end = min(bisect_right(steps, most_ms), bisect_right(prefills, slack_ms))
-        while end and prefills[end - 1] > slack_ms * (1.0 - steps[end - 1] / most_ms):
+    for engine, profile in enumerate(profiles):
+        place = places[engine]
+        steps, most_ms = profile.step_ms[place], profile.budget_ms * bandwidth
+        prefills, slack_ms = profile.prefill_ms[place], profile.slack_ms * compute
+        end = len(steps)  # mostly all do, and if not, those that do not are the last
+        while end and (
+            steps[end - 1] > most_ms or prefills[end - 1] > slack_ms * (1.0 - steps[end - 1] / most_ms)
+        ):
             end -= 1
         reach.append(end)
     return reach
@@ -161,7 +164,7 @@ def _raised(
 
 
 def _stretch(
-    profiles: Sequence[Profile],
+    profiles: list[Profile],
     places: tuple[int, ...],
     division: Division,
     least: Division,
@@ -179,7 +182,8 @@ def _stretch(
     j_per_ms /= min(division.bandwidth, division.compute)
     rows_ms: list[list[list[float]]] = []
     rows_j: list[list[float]] = []
-    for profile, place in zip(profiles, places, strict=True):
+    for engine, profile in enumerate(profiles):
+        place = places[engine]
         rows_ms.append([table[place] for table in profile.work_ms])
         rows_j += [table[place] for table in profile.dynamic_j]
     energies_j: list[float] = []
@@ -217,7 +221,7 @@ def finalists(found: Iterable[Stretch], clocks_mhz: Sequence[int], current: int 
     return chosen
 
 
-def least_shares(device: Device, profiles: Sequence[Profile], clock: int) -> tuple[int | None, ...]:
+def least_shares(device: Device, profiles: list[Profile], clock: int) -> tuple[int | None, ...]:
     """Return the least share per engine that meets its deadlines at a clock, beside the others."""
     divide, sizes_pct, places = divider_of(device), device.sm_sizes_pct, (0,) * len(profiles)
     while True:
@@ -241,7 +245,7 @@ def _without(
     )
 
 
-def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[int]) -> Candidate:
+def fallback(device: Device, profiles: list[Profile], clocks_mhz: Sequence[int]) -> Candidate:
     """Return the highest clock with shares in proportion to need, for when no point meets all deadlines.
 
     Also the answer to memory pressure, where the way out is to end requests sooner (docs/decisions.md, 21).
@@ -249,7 +253,7 @@ def fallback(device: Device, profiles: Sequence[Profile], clocks_mhz: Sequence[i
     return Candidate(clocks_mhz[0], shares_by_need(device, profiles), math.nan)
 
 
-def shares_by_need(device: Device, profiles: Sequence[Profile]) -> tuple[int, ...]:
+def shares_by_need(device: Device, profiles: list[Profile]) -> tuple[int, ...]:
     """Return shares that fill the device, in proportion to what each engine alone needs to be in time.
 
     That is its least share at the highest clock; all SMs where none is enough.

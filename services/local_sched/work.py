@@ -79,6 +79,18 @@ class Work:
     dispatch: str = ""
     hand_to: tuple[str, str] | None = None
     arrival: Arrival | None = None
+    _terms: tuple[int, int, int, float] = (0, 0, 0, 0.0)
+    _terms_of: Request | None = None
+
+    @property
+    def terms(self) -> tuple[int, int, int, float]:
+        """Of its request, kept at hand: tokens of the prompt, of the output, at most of that; TBT in ms."""
+        request = self.request
+        if self._terms_of is not request:
+            prompt, output = len(request.prompt_tokens), len(request.output_tokens)
+            self._terms = (prompt, output, request.max_tokens, request.objectives.tbt_ms)
+            self._terms_of = request
+        return self._terms
 
     @property
     def context_tokens(self) -> int:

@@ -248,7 +248,9 @@ TABLE = [[10.0, 20.0, 40.0, 80.0]]
 def flat(**changes):
     """An engine on a device of one share; in `TABLE` a step takes 10 ms at 1635 MHz, 80 at 795."""
     none = [[0.0] * 4]
-    return Profile(none, math.inf, none, 1.0, (none,), (none,))._replace(**changes)
+    found = Profile(None, none, math.inf, none, 1.0, [none], [none])
+    vars(found).update(changes)
+    return found
 
 
 def sight(*profiles, **more):

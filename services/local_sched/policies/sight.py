@@ -28,7 +28,7 @@ class Sight(NamedTuple):
     settings: LocalSettings
     clocks_mhz: tuple[int, ...]
     loads: Sequence[Load]
-    profiles: Sequence[Profile]
+    profiles: list[Profile]
     lengths: Sequence[Sequence[tuple[int, int]]]
     steps_ms: Sequence[float]
     residents: Sequence[Lut]

@@ -145,8 +145,9 @@ class Groups:
         self._prefill_j = np.zeros((inputs, 3, 0), np.float32)
         self._token_j = np.zeros((contexts, 3, 0), np.float32)
         self._bounds = np.zeros((2, 0, COLUMNS))
-        self._most_free = np.zeros(0)
+        self._most_free: list[float] = []
         self._absent_j = np.zeros(0, np.float32)  # infinite for a group without members
+        self._powers = np.ones(3, np.float32)  # scratch, as long as a request is asked for
 
     def __len__(self) -> int:
         return len(self.members)
@@ -160,11 +161,12 @@ class Groups:
         if found is not None:
             return found
         group = self._ids[key] = len(self.members)
-        if group == len(self._most_free):
+        if group == len(self._absent_j):
             self._grow()
         f_max_mhz = max(at.clock_mhz, self.curves.lut.device.f_max_mhz)
         prefill = (at.prefill, self.curves.prefill(f_max_mhz, at.share_pct))
         self.members.append([])
+        self._most_free.append(0.0)
         self._prefill.append(prefill)
         for clock in (PRESENT, BOOSTED):
             self._prefill_ms[clock, :, :, group] = np.array((prefill[clock].ms, prefill[clock].ms_slope)).T
@@ -173,14 +175,13 @@ class Groups:
         return group
 
     def _grow(self) -> None:
-        more = max(64, len(self._most_free))
+        more = max(64, len(self._absent_j) // 4)  # a request reads these, too, where it reads all groups
 
         def wider(array: NDArray[Any]) -> NDArray[Any]:
             return np.concatenate([array, np.zeros((*array.shape[:-1], more), array.dtype)], axis=-1)
 
         self._prefill_ms, self._prefill_j = wider(self._prefill_ms), wider(self._prefill_j)
-        self._token_j, self._most_free = wider(self._token_j), wider(self._most_free)
-        self._absent_j = wider(self._absent_j)
+        self._token_j, self._absent_j = wider(self._token_j), wider(self._absent_j)
         none = np.full((2, more, COLUMNS), -np.inf)
         self._bounds = np.concatenate([self._bounds, none], axis=1)
 
@@ -229,15 +230,20 @@ class Groups:
 
     def energies_j(self, asked: Asked) -> NDArray[np.float32]:
         """Return what a request takes in each group, at the members' present clock, within `ROUNDING`."""
-        groups, tokens = len(self), asked.work.output_tokens - 1
-        cell, part = asked.cell
-        powers = np.array((1.0, part, part * part), np.float32)
-        prefill_j = np.dot(powers, self._prefill_j[cell, :, :groups])
-        cell, part = asked.mean_cell
-        powers = np.array((tokens, tokens * part, tokens * part * part), np.float32)
-        prefill_j += np.dot(powers, self._token_j[cell, :, :groups])
-        prefill_j += self._absent_j[:groups]
-        return np.asarray(prefill_j)
+        cost_j = self._products(1.0, asked.cell, self._prefill_j)
+        cost_j += self._products(asked.work.output_tokens - 1.0, asked.mean_cell, self._token_j)
+        cost_j += self._absent_j
+        return cost_j[: len(self)]
+
+    def _products(
+        self, times: float, at: tuple[int, float], parts: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """Return so many times the energy at a place of an axis, by group, those yet to come among them."""
+        (cell, part), powers = at, self._powers
+        powers[0], powers[1], powers[2] = times, times * part, times * part * part
+        # of all that there is room for: only what lies in one piece is not copied first
+        product: NDArray[np.float32] = powers.dot(parts[cell])
+        return product
 
     def may_serve(self, asked: Asked, group: int, clock: int) -> bool:
         """Say whether one of a group's members may serve a request within the objectives."""
@@ -275,8 +281,8 @@ class Groups:
         took_ms = np.dot((1.0, part), self._prefill_ms[clock, cell, :, : len(self)])
         return np.asarray(took_ms * -self._bounds[clock, : len(self), SLOWED])
 
-    def by_memory(self, groups: NDArray[np.intp]) -> list[tuple[float, int]]:
-        """Return (most free memory of a member, group), the most first."""
-        free = self._most_free[groups]
-        order = np.argsort(-free, kind="stable")
-        return list(zip(free[order].tolist(), groups[order].tolist(), strict=True))
+    def by_memory(self, groups: NDArray[np.bool_]) -> list[tuple[float, int]]:
+        """Return (most free memory of a member, group) of each that is marked, the most first."""
+        free = self._most_free
+        order = sorted([(-free[group], group) for group in groups.nonzero()[0].tolist()])
+        return [(-less, group) for less, group in order]

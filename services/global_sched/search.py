@@ -123,7 +123,7 @@ class Search:
             best: that of the groups looked into already.
         """
         for groups, asked, cost_j in costs:
-            for most_bytes, group in groups.by_memory(np.flatnonzero(cost_j <= bound_j * ROUNDING)):
+            for most_bytes, group in groups.by_memory(cost_j <= bound_j * ROUNDING):
                 if most_bytes < best.free_bytes:
                     break
                 if groups.may_serve(asked, group, PRESENT):
@@ -138,7 +138,7 @@ class Search:
         self._looked_at.clear()
         best: Candidate | None = None
         for groups, asked in self._tables if self._work.left_ms > 0.0 else ():
-            for most_bytes, group in groups.by_memory(np.flatnonzero(groups.that_may_serve(asked, BOOSTED))):
+            for most_bytes, group in groups.by_memory(groups.that_may_serve(asked, BOOSTED)):
                 if best is not None and best.available_ms == 0.0 and most_bytes < best.free_bytes:
                     break
                 found = None

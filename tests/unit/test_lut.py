@@ -195,3 +195,16 @@ def test_a_sweep_over_grid_points_says_what_single_queries_say() -> None:
             assert swept[i, j] == pytest.approx(table.tbt_ms(clock, share, 7.5, 1_234.0), rel=1e-9)
             alone = [table.ttft_ms(clock, share, n) for n in tokens.tolist()]
             assert prefills[i, j] == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("share_pct", [30, 35])
+def test_a_row_holds_the_numbers_at_its_clocks(share_pct):
+    clocks_mhz = (1635, 1070, 795)  # the second lies between two points
+    for batch, tokens in [(1, 100), (8, 500), (9, 700), (8, 510), (300, 70_000)] * 2:
+        decode, prefill = (share_pct, batch, tokens), (share_pct, tokens)
+        assert TABLE.tbt_row_ms(clocks_mhz, *decode) == [TABLE.tbt_ms(mhz, *decode) for mhz in clocks_mhz]
+        assert TABLE.ttft_row_ms(clocks_mhz, *prefill) == [TABLE.ttft_ms(mhz, *prefill) for mhz in clocks_mhz]
+        decode_w = [TABLE.decode_power_w(mhz, *decode) for mhz in clocks_mhz]
+        assert TABLE.decode_row_w(clocks_mhz, *decode) == decode_w
+        prefill_w = [TABLE.prefill_power_w(mhz, *prefill) for mhz in clocks_mhz]
+        assert TABLE.prefill_row_w(clocks_mhz, *prefill) == prefill_w

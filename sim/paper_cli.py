@@ -19,7 +19,7 @@ def paper(
         typer.Argument(help="Figures by name, such as fig10; none: all.", show_default=False),
     ] = None,
     full: Annotated[
-        bool, typer.Option(help="All rates and long windows: about 16 hours on two cores.")
+        bool, typer.Option(help="All rates and long windows: about 50 hours on two cores.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of results, and of the page that is made of them.")] = OUT,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: as many as there are cores.")] = 0,

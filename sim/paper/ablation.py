@@ -27,7 +27,7 @@ def _settings(scale: Scale, system: str, **fields: object) -> list[Cell]:
     """Return the settings of these figures under a system, by seed."""
     rates = scale if len(scale.points) > 2 else replace(scale, points=scale.points[:1])
     made = settings(rates, minutes=scale.long_minutes, system=system, **fields)
-    return [replace(cell, seed=seed) for cell in made for seed in scale.seeds]
+    return [replace(cell, seed=seed) for cell in made for seed in scale.long_seeds]
 
 
 def _stage(scale: Scale, system: str) -> list[Cell]:
@@ -49,7 +49,7 @@ def show(results: Results, scale: Scale) -> Section:
         return sum(one.energy_j.off if number == 6 else one.energy_j.cold for one in mine)
 
     def ratio(number: int, base: int, counts: Sequence[int] = COUNTS) -> Spread:
-        pairs = [(llms, seed) for llms in counts for seed in scale.seeds]
+        pairs = [(llms, seed) for llms in counts for seed in scale.long_seeds]
         return spread(joules(number, *pair) / joules(base, *pair) for pair in pairs)
 
     told = []

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from services.local_sched import presets as local_sched
 from shared.model import Struct
 from shared.systems import SYSTEMS
 from sim.cells import Cell, Played
@@ -24,6 +25,8 @@ class Scale(Struct):
 
     Args:
         points: which of the five rates.
+        seeds: of the cells; `long_seeds` of those that are played for longer, `slow_seeds` of systems whose
+            models take turns, which take ten times as long to play.
         minutes: that requests arrive in a cell; `long_minutes` where consolidation is to be seen, which looks
             at two minutes of load before it does anything.
     """
@@ -31,16 +34,23 @@ class Scale(Struct):
     name: str
     points: tuple[int, ...]
     seeds: tuple[int, ...]
+    long_seeds: tuple[int, ...]
+    slow_seeds: tuple[int, ...]
     minutes: float
     long_minutes: float
+
+    def seeds_of(self, system: str) -> tuple[int, ...]:
+        """Return the seeds under which a system is played."""
+        return self.slow_seeds if "switching" in local_sched.preset(system) else self.seeds
 
     def rates(self, llms: int) -> list[float]:
         """Return the rates that are played for so many models."""
         return [RATES[llms][point] for point in self.points]
 
 
-REDUCED = Scale("reduced: short windows and two of five rates", (0, 2), (0, 1, 2), 1.0, 4.0)
-FULL = Scale("full: all rates", (0, 1, 2, 3, 4), (0, 1, 2), 5.0, 10.0)
+THREE = (0, 1, 2)
+REDUCED = Scale("reduced: short windows and two of five rates", (0, 1), THREE, (0,), (0,), 1.0, 4.0)
+FULL = Scale("full: all rates", (0, 1, 2, 3, 4), THREE, THREE, THREE, 5.0, 10.0)
 
 
 class Results:

@@ -28,20 +28,20 @@ AS_SAID = (
 )
 
 
-def systems(cells: Sequence[Cell], names: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def systems(cells: Sequence[Cell], names: Sequence[str], scale: Scale) -> list[Cell]:
     """Return each of these settings under each system, seed and, where it matters, default clock."""
     return [
         replace(cell, system=name, seed=seed, default_clock_mhz=clock)
         for cell in cells
         for name in names
         for clock in (DEFAULT_CLOCKS if ungoverned(name) else (None,))
-        for seed in seeds
+        for seed in scale.seeds_of(name)
     ]
 
 
 def cells(scale: Scale) -> list[Cell]:
     """Return the cells of Figs. 10 and 11."""
-    return systems(settings(scale), there(*COMPARED), scale.seeds)
+    return systems(settings(scale), there(*COMPARED), scale)
 
 
 def show(results: Results, scale: Scale) -> Section:
@@ -123,7 +123,7 @@ def cells_longer(scale: Scale) -> list[Cell]:
     """Return the cells of Fig. 12, at the lowest rates unless all are played."""
     rates = scale if len(scale.points) > 2 else replace(scale, points=scale.points[:1])
     made = [one for workload in SAVED for one in settings(rates, workload=workload)]
-    return systems(made, there(BEST, PAPER, "aegaeon"), scale.seeds)
+    return systems(made, there(BEST, PAPER, "aegaeon"), scale)
 
 
 def show_longer(results: Results, scale: Scale) -> Section:

@@ -56,7 +56,7 @@ def _rates(system: str, scale: Scale) -> list[Cell]:
     return [
         _cell(system, scale, llms=MOST_PER_GPU * GPUS, rps=rate, seed=seed)
         for rate in RATES
-        for seed in scale.seeds
+        for seed in scale.seeds_of(system)
     ]
 
 

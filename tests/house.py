@@ -264,7 +264,10 @@ class House:
         """Return what the client is answered when nothing moves."""
         answer = Answer()
         await self.ask(answer)
-        assert answer.finish_reasons == ["length"] and not answer.errors
+        assert (answer.finish_reasons, answer.errors) == (["length"], []), (
+            answer.finish_reasons,
+            answer.errors,
+        )
         return answer.text
 
     async def source(self) -> str:
@@ -290,6 +293,9 @@ class House:
     async def move(self, source: str) -> None:
         """Order a move of what runs on a GPU to the other."""
         await self.say(self.host_of[source], self.order(source, self.other(source)))
+
+    def has_heard(self, verb: str) -> bool:
+        return any(heard == verb for heard, _ in self.heard)
 
     def last(self, verb: str) -> bytes:
         said = [data for heard, data in self.heard if heard == verb]

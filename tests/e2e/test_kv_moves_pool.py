@@ -14,6 +14,7 @@ from house import HOST, Answer, House
 from support import ROUNDS, eventually
 from vllm_support import PYTHON, needs_vllm, widened
 
+from services.cli.pool import PATIENCE_ON_CPU
 from shared import events as ev
 
 pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -26,6 +27,7 @@ MAX_TOKENS, MOVED_AT = 120, 15
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
     env = {
+        **PATIENCE_ON_CPU,
         "FESTINA_DEVICE_ENGINE": "vllm",
         "FESTINA_DEVICE_GPU_TYPE": "cpu",
         "FESTINA_DEVICE_VLLM_PYTHON": str(PYTHON),
@@ -80,8 +82,11 @@ async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) ->
 
     await eventually(lambda: len(answer.pieces) >= MOVED_AT, within_s=60)
     house.on_message = kill_at
-    await house.move(source)
-    await eventually(lambda: bool(killed), within_s=20)
+    order = house.order(source, house.other(source))
+    async with asyncio.timeout(20.0):
+        while not killed:
+            await house.say(house.host_of[source], order)  # again: one killed before may not listen yet
+            await asyncio.sleep(0.1)
     house.launch(who)
     await asking
     house.on_message = lambda verb: None

@@ -131,7 +131,9 @@ async def test_cut_off_at_any_step_it_ends_once_and_nothing_is_left(
         started_s = time.monotonic()
         house.heard.clear()
         asking = asyncio.create_task(house.ask(answer))
-        await eventually(lambda answer=answer: len(answer.pieces) >= MOVED_AT, within_s=20)
+        await eventually(
+            lambda answer=answer: len(answer.pieces) >= MOVED_AT and house.has_heard("admitted"), within_s=20
+        )
         source = msgspec.msgpack.decode(house.last("admitted"), type=ev.Admitted).gpu
         move = Cut(house, source, house.other(source))
         await move.cut(fate, await move.reach(step))

@@ -131,7 +131,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long requests arrive; a third at a tenth.")] = 6.0,
     models: Annotated[int, typer.Option(help="Models served, by rank in the catalog.")] = 16,
     gpus: Annotated[int, typer.Option(help="Emulated H100.")] = 8,
-    rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.4,
+    rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.1,
     keep_alive_s: Annotated[float, typer.Option(help="Keep-alive of each model.")] = 20.0,
     seed: int = 0,
     output: Annotated[Path, typer.Option(help="Folder for the numbers and the picture.")] = OUTPUT,

@@ -130,5 +130,7 @@ class Bus:
         self._on_restored()
 
     async def _error(self, error: Exception) -> None:
-        self._last_error = str(error) or type(error).__name__
-        log.warning("bus error", extra={"error": self._last_error})
+        told = str(error) or type(error).__name__
+        if not isinstance(error, OSError) or not self._last_error:  # its word tells more than its reset
+            self._last_error = told
+        log.warning("bus error", extra={"error": told})

@@ -1,6 +1,7 @@
 """`festina explain` on a running pool: a request of a real client, told by kept spans and by Jaeger."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,8 +72,9 @@ def test_a_person_reads_the_same(pool: RunningPool, answer: Any) -> None:
     lines = told.stdout.splitlines()
     assert answer.id.removeprefix("chatcmpl-") in lines[0] and MODEL in lines[0]
     assert sum(line.startswith(">") for line in lines) == 3
-    assert any("wanted: the first token within 250 ms" in line for line in lines), told.stdout
-    assert any("60 tokens on" in line and " J with its prefill" in line for line in lines)
+    text = " ".join(told.stdout.split())  # wherever a column was too narrow
+    assert "wanted: the first token within 250 ms" in text
+    assert re.search(r"60 tokens on .* J with its prefill", text)
 
 
 def test_jaeger_tells_the_same(pool: RunningPool, answer: Any, collector: TraceCollector) -> None:

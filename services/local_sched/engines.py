@@ -33,10 +33,7 @@ def load(state: State, now_ms: float, event: Load) -> list[Action]:
 
 
 def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
-    lut, settings = state.lut(spec), state.settings
-    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * lut.load_ms("disk"))
-    engine = Engine(spec=spec, lut=lut, used_ms=now_ms, load_due_ms=now_ms + limit_ms)
-    state.engines[spec.name] = engine
+    engine = state.engines[spec.name] = Engine(spec=spec, lut=state.lut(spec), used_ms=now_ms)
     pool_bytes = state.kv_pool_bytes
     if spec.engine != state.engine_kind:
         reason = f"{spec.name} needs a {spec.engine} engine; {state.gpu} runs {state.engine_kind}"
@@ -49,12 +46,20 @@ def _load(state: State, now_ms: float, spec: ModelSpec) -> list[Action]:
         state.changed()
         return [Send(to=state.host, message=WeightsUsed(model=spec))]
     else:
-        rest.note(state, now_ms)
-        asleep = spec.name in state.asleep
-        engine.source = "asleep" if asleep else state.caches.source(now_ms, state.host, spec)
-        return [LoadEngine(model=spec, kv_pool_bytes=pool_bytes, source=engine.source)]
+        source = state.caches.source(now_ms, state.host, spec)
+        return bring_in(state, now_ms, engine, "asleep" if spec.name in state.asleep else source)
     engine.state, engine.reason = "failed", reason
     return [Count(name="loads_failed", labels={"model": spec.name})]
+
+
+def bring_in(state: State, now_ms: float, engine: Engine, source: str) -> list[Action]:
+    """Load the weights of a model that has its memory in the ledger, from where they are."""
+    settings = state.settings
+    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * engine.lut.load_ms("disk"))
+    engine.state, engine.source = "loading", source
+    engine.used_ms, engine.load_due_ms = now_ms, now_ms + limit_ms
+    rest.note(state, now_ms)
+    return [LoadEngine(model=engine.spec, kv_pool_bytes=state.kv_pool_bytes, source=source)]
 
 
 def unload(state: State, now_ms: float, event: Unload) -> list[Action]:

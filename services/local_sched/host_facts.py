@@ -11,6 +11,10 @@ GREEN_CUDA = 1204
 """Green contexts came with CUDA 12.4, whose driver is 550."""
 
 
+DEFAULT_PIPES = "/tmp/nvidia-mps"
+"""Where a daemon has its pipes unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
+
+
 class GpuFacts(msgspec.Struct, frozen=True):
     """A GPU. None stands for what it does not tell.
 
@@ -63,7 +67,7 @@ class MpsFacts(msgspec.Struct, frozen=True):
     cannot be from another container.
     """
 
-    directory: str = "/tmp/nvidia-mps"
+    directory: str = DEFAULT_PIPES
     named: bool = False
     owner_uid: int | None = None
     daemon: bool = False

@@ -11,17 +11,24 @@ import msgspec
 
 from services.local_sched.clock_lease import Answer, Ask
 from services.local_sched.clock_setters import GUARD_S, ask
-from services.local_sched.host_facts import EngineFacts, GpuFacts, GuardFacts, HostFacts, MpsFacts
+from services.local_sched.host_facts import (
+    DEFAULT_PIPES,
+    EngineFacts,
+    GpuFacts,
+    GuardFacts,
+    HostFacts,
+    MpsFacts,
+)
+from services.local_sched.meter import STALL_MS
 from services.local_sched.nvml import NvmlGpu, driver_here
 from services.local_sched.vllm_ext.version import PACKAGES, TESTED_VERSIONS
 from shared.errors import ConfigError, FestinaError, Unavailable
 
-WATCH_S = 1.0
-"""An energy counter that has not moved for this long stands still (`meter.STALL_MS`)."""
+WATCH_S = STALL_MS / 1000.0
+"""An energy counter that has not moved for this long stands still."""
 ENGINE_S = 20.0
 CAP_SYS_ADMIN = 21
 DEFAULT_GUARD = "/run/festina/clocks.sock"
-DEFAULT_PIPES = "/tmp/nvidia-mps"
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
 """PCI's vendor, and its classes of GPUs: with a display and without."""
 

@@ -221,7 +221,7 @@ class State:
     @property
     def switches(self) -> bool:
         """Whether models take turns here: then more are assigned than its memory holds."""
-        return self.settings.switching != "off" and self.engine_kind == EMULATED
+        return self.ledger.switches
 
     @property
     def kv_pool_bytes(self) -> int:

@@ -12,13 +12,14 @@ GPU.
 
 from collections.abc import Iterable
 
-from services.local_sched import plans, rest
+from services.local_sched import plans
+from services.local_sched.engines import bring_in
 from services.local_sched.evict import back_to_queue
 from services.local_sched.policies import aegaeon, serverlessllm
 from services.local_sched.policies.turns import Contender, Rule, Terms
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Arrival, Stage, Work
-from shared.engine import ExportKv, KvExported, LoadEngine, StopRequest, UnloadEngine
+from shared.engine import ExportKv, KvExported, StopRequest, UnloadEngine
 from shared.events import Action, Count
 
 RULES: dict[str, Rule] = {
@@ -183,13 +184,9 @@ def _bring_in(state: State, now_ms: float) -> list[Action]:
 
 def _load(state: State, now_ms: float, engine: Engine) -> list[Action]:
     """Bring a model's weights into the device."""
-    spec, settings = engine.spec, state.settings
-    state.ledger.wake(spec.name)
-    limit_ms = max(settings.load_timeout_ms, settings.load_timeout_factor * engine.lut.load_ms("disk"))
-    engine.state, engine.used_ms, engine.load_due_ms = "loading", now_ms, now_ms + limit_ms
-    engine.source = state.caches.source(now_ms, state.host, spec)
-    if engine.source == "host" and settings.switching == "token":
-        engine.source = "asleep"
-    rest.note(state, now_ms)
+    state.ledger.wake(engine.spec.name)
+    source = state.caches.source(now_ms, state.host, engine.spec)
+    if source == "host" and state.settings.switching == "token":
+        source = "asleep"
     state.summary_due = True
-    return [LoadEngine(model=spec, kv_pool_bytes=state.kv_pool_bytes, source=engine.source)]
+    return bring_in(state, now_ms, engine, source)

@@ -92,10 +92,7 @@ def sim(
     if plot is not None:
         figures.check_plottable(plot)
     models = pool_models(llms)
-    load = load_workload(workload, models, rps, minutes, seed, clients)
-    span_ms = (
-        load.arrivals[-1].at_ms + 1.0 if minutes is None and is_file(workload) else (minutes or MINUTES) * 6e4
-    )
+    load, span_ms = load_workload(workload, models, rps, minutes, seed, clients)
     scenario = Scenario(
         models=models,
         arrivals=load.arrivals,
@@ -217,26 +214,29 @@ def load_workload(
     seed: int,
     clients: Path | None,
     made_minutes: float = MINUTES,
-) -> "Workload":
-    """Make the workload, or replay the file, that the command line names.
+) -> "tuple[Workload, float]":
+    """Make the workload, or replay the file, that the command line names; returns it and its ms.
 
-    `made_minutes` long if it is made and `minutes` is not said.
+    It is `made_minutes` long if it is made and `minutes` is not said; a file then, until its last request.
     """
     from sim import traces
     from sim.workload import SERVEGEN, generate, replay
 
     if is_file(workload):
         rows = traces.read_trace(Path(workload))
-        return replay(rows, models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
+        load = replay(rows, models=models, rps_per_llm=rps, minutes=minutes, seed=seed)
+        return load, load.arrivals[-1].at_ms + 1.0 if minutes is None else minutes * 6e4
     wanted = traces.read_clients(clients or traces.SERVEGEN_HOUR) if workload == SERVEGEN else ()
-    return generate(
+    made_minutes = made_minutes if minutes is None else minutes
+    load = generate(
         workload,
         models=models,
         rps_per_llm=1.0 if rps is None else rps,
-        minutes=made_minutes if minutes is None else minutes,
+        minutes=made_minutes,
         seed=seed,
         clients=wanted,
     )
+    return load, made_minutes * 6e4
 
 
 def _say(load: "Workload") -> None:

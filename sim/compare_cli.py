@@ -19,7 +19,6 @@ from sim.cli import (
     Seed,
     WorkloadName,
     check,
-    is_file,
     load_workload,
     print_json,
     progress,
@@ -55,9 +54,7 @@ def bound(
 
     device = planned_device(gpu_type)
     models = pool_models(llms)
-    made_minutes = minutes or STEADY_MINUTES
-    load = load_workload(workload, models, rps, minutes, seed, None, made_minutes)
-    span_ms = load.arrivals[-1].at_ms + 1.0 if minutes is None and is_file(workload) else made_minutes * 6e4
+    load, span_ms = load_workload(workload, models, rps, minutes, seed, None, STEADY_MINUTES)
     answer = least(models, load.arrivals, device, gpus, span_ms)
     if as_json:
         print_json(answer)

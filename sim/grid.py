@@ -49,13 +49,17 @@ class Grid:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "cells"
         self._version = version()
+        self._read: dict[Path, Played] = {}  # a result has a whole run's course: each is read once
 
     def kept(self, cell: Cell) -> Played | None:
         """Return what came of a cell, if it is known."""
-        try:
-            return msgspec.json.decode(self._path(cell).read_bytes(), type=Played)
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return None
+        path = self._path(cell)
+        if path not in self._read:
+            try:
+                self._read[path] = msgspec.json.decode(path.read_bytes(), type=Played)
+            except (FileNotFoundError, msgspec.MsgspecError):
+                return None
+        return self._read[path]
 
     def missing(self, cells: Iterable[Cell]) -> list[Cell]:
         """Return those of these cells that are to be played, each once, the longest first."""

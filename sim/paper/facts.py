@@ -126,9 +126,10 @@ def show_overheads(results: Results, scale: Scale) -> Section:
 
 def show_mismatch(results: Results, scale: Scale) -> Section:
     """Appendix C: what models waste at the clock of a neighbour."""
-    lines, wastes = [], []
+    lines: list[tuple[str, ...]] = []
+    wastes: list[float] = []
+    models = pool_models(16)
     for rps in (0.2, 1.0, 4.0):
-        models = pool_models(16)
         load = Load(rps, SHAREGPT.input_tokens.mean, SHAREGPT.output_tokens.mean, 0.0)
         found = []
         clocks = []
@@ -138,13 +139,14 @@ def show_mismatch(results: Results, scale: Scale) -> Section:
             above_w = np.array(wants.watts) + wants.busy * lut.device.static_w * wants.sm_share_pct / 100
             found.append((wants.sm_clock_mhz, lut.clocks_mhz, above_w))
             clocks.append(wants.sm_clock_mhz)
+        mine = []
         for one, other in combinations(found, 2):
             clock = max(one[0], other[0])
             own = sum(float(np.interp(each[0], each[1], each[2])) for each in (one, other))
-            wastes.append(
+            mine.append(
                 100 * (sum(float(np.interp(clock, each[1], each[2])) for each in (one, other)) / own - 1)
             )
-        mine = wastes[-len(found) * (len(found) - 1) // 2 :]
+        wastes += mine
         lines.append(
             (
                 f"{rps:g}",

@@ -294,6 +294,15 @@ class House:
         """Order a move of what runs on a GPU to the other."""
         await self.say(self.host_of[source], self.order(source, self.other(source)))
 
+    async def say_until(
+        self, done: Callable[[], bool], to: str, message: ev.Message, within_s: float
+    ) -> None:
+        """Say something again and again until it is done: one that was killed may not listen yet."""
+        async with asyncio.timeout(within_s):
+            while not done():
+                await self.say(to, message)
+                await asyncio.sleep(0.1)
+
     def has_heard(self, verb: str) -> bool:
         return any(heard == verb for heard, _ in self.heard)
 

@@ -83,10 +83,7 @@ async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) ->
     await eventually(lambda: len(answer.pieces) >= MOVED_AT, within_s=60)
     house.on_message = kill_at
     order = house.order(source, house.other(source))
-    async with asyncio.timeout(20.0):
-        while not killed:
-            await house.say(house.host_of[source], order)  # again: one killed before may not listen yet
-            await asyncio.sleep(0.1)
+    await house.say_until(lambda: bool(killed), house.host_of[source], order, within_s=20.0)
     house.launch(who)
     await asking
     house.on_message = lambda verb: None

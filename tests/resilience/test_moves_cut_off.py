@@ -71,10 +71,7 @@ class Cut:
         self.house.hold(first)
         await asyncio.sleep(0.05)  # the bus reads its rules
         order = self.house.order(self.source, self.destination, by_tokens=way == "tokens")
-        async with asyncio.timeout(10.0):
-            while self.house.held.empty():  # a migrator that was killed may not listen yet
-                await self.house.say(HOST, order)
-                await asyncio.sleep(0.1)
+        await self.house.say_until(lambda: not self.house.held.empty(), HOST, order, within_s=10.0)
         held = await asyncio.wait_for(self.house.held.get(), 5.0)
         if verb == "freeze":
             self.house.hold("release")
@@ -88,7 +85,7 @@ class Cut:
         """Let the message be lost, or somebody die; then it comes after all."""
         who = {"source": self.source, "destination": self.destination, "migrator": HOST}.get(fate.split()[0])
         if who is None:
-            await eventually(lambda: "ended" in [verb for verb, _ in self.house.heard], within_s=5.0)
+            await eventually(lambda: self.house.has_heard("ended"), within_s=5.0)
             ended = msgspec.msgpack.decode(self.house.last("ended"), type=ev.MoveEnded)
             assert ended.outcome == "aborted", ended
         else:

@@ -12,7 +12,7 @@ from setuptools import setup
 HOT = {
     "services/local_sched": """admission batch core divide emulated emulated_engine emulated_kv emulated_meter
         emulated_step ends energy engines evict grants grid ledger live loads made_up move_mode moves outbox
-        plans points rest running spans state summary tables transfer tune watch work""",
+        pacing plans points rest running spans state summary tables transfer tune watch work""",
     "services/global_sched": """alike asks core curves dispatch estimate fleet placing pools predict
         predict_standin reasons scale_out search view""",
     "services/consolidator": "cluster core election orders upkeep window",

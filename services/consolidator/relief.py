@@ -18,12 +18,14 @@ class Relief:
         self._crowded_ms: dict[str, float] = {}  # by GPU, since when
 
     def crowded(self, now_ms: float) -> list[str]:
-        """Return the GPUs that have needed more than their SMs for some time, if there is where to go."""
-        full_pct = 100.0 * (1.0 - self._set.safety_margin)
+        """Return the GPUs that have needed more than their SMs for some time, if there is where to go.
+
+        Just all of them is what a low clock that saves energy often takes, and no reason.
+        """
         found = []
         for gpu in self._cluster.working_gpus() if self._cluster.resting else ():
             fixed = self._cluster.summaries[gpu].fixed_share_pct  # which says nothing of what is needed
-            if fixed or sum(engine.sm_share_pct for engine in self._running(gpu)) <= full_pct:
+            if fixed or sum(engine.sm_share_pct for engine in self._running(gpu)) <= 100:
                 self._crowded_ms.pop(gpu, None)
             elif now_ms - self._crowded_ms.setdefault(gpu, now_ms) >= self._set.crowded_ms:
                 found.append(gpu)

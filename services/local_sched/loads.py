@@ -7,13 +7,13 @@ from services.local_sched.state import Engine, State
 from services.local_sched.work import Tally, Work
 
 
-def load_of(state: State, now_ms: float, engine: Engine, *, paced: bool = False) -> Load:
+def load_of(state: State, now_ms: float, engine: Engine, pace_part: float = 0.0) -> Load:
     """Sum up what an engine has to do, and by when; numbers of tokens and steps are rounded up.
 
     A late prefill is best-effort: it gets one more TTFT, from now, so that a request which lost its deadline
     while its model loaded does not drive the clock up alone, and an overload still does.
 
-    Decodes that are not behind their pace may wait for one another if they are to be `paced`.
+    Decodes that are not behind their pace wait for one another: `pace_part` of a TBT from step to step.
     """
     tally = engine.tally = engine.tally or tally_of(engine)
     kept = 1.0 - state.settings.slack_headroom
@@ -28,7 +28,7 @@ def load_of(state: State, now_ms: float, engine: Engine, *, paced: bool = False)
     # pace, it may take what is left, but at least half a TBT: one late token is not worth any clock.
     budget_ms = kept * min(tbt_ms, max(left_ms, tbt_ms / 2))
     means = (coarse(context_tokens / count, 5), budget_ms, coarse(steps / count, 4))
-    interval_ms = state.settings.pace_part * tbt_ms if paced and left_ms >= tbt_ms else 0.0
+    interval_ms = pace_part * tbt_ms if left_ms >= tbt_ms else 0.0
     return Load(engine.lut, coarse(count, 4), *means, tuple(prefills), interval_ms)
 
 

@@ -12,6 +12,7 @@ from services.local_sched.admission import score_of, since_ms
 from services.local_sched.governed import governed
 from services.local_sched.grid import Load, Profile, grid_of
 from services.local_sched.loads import load_of, slack_ms
+from services.local_sched.pacing import pace_parts
 from services.local_sched.points import Point, clocks_of, points_of
 from services.local_sched.state import Decision, Engine, State
 from shared.engine import SetClock, SetPlan
@@ -79,7 +80,8 @@ def _decision(
     awaited = settings.memory_pressure and state.memory_awaited
     hurries = memory_short or state.room_short
     paced = settings.pacing == "slack" and state.device.has_meter and not hurries
-    loads = [load_of(state, now_ms, engine, paced=paced) for engine in engines]
+    parts = pace_parts(state, engines) if paced else [0.0] * len(engines)
+    loads = [load_of(state, now_ms, engine, part) for engine, part in zip(engines, parts, strict=True)]
     asked = (models, clocks_mhz, loads, budget_pct, memory_short, awaited)
     if last is not None and last[: len(asked)] == asked:
         profiles, found = last.profiles, last.found
@@ -134,7 +136,7 @@ def _memory_is_short(state: State) -> bool:
     if not state.settings.memory_pressure:
         return False
     free_bytes, most_bytes = state.ledger.kv_bytes
-    return free_bytes < state.settings.ample_memory * most_bytes
+    return free_bytes < state.settings.short_memory * most_bytes
 
 
 # ---- turns and chunks

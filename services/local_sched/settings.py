@@ -25,7 +25,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         starvation_ms: a prefill late by this long scores 1, as if it would use up all its slack (6).
         bypass_max_ms: a request passed over for want of memory for this long lets no other past it.
         memory_margin: share of the device's memory never promised to anyone; 5 % (3.5).
-        ample_memory: with a smaller share of the KV memory free than this, SMs that no deadline needs are
+        short_memory: with a smaller share of the KV memory free than this, SMs that no deadline needs are
             given out all the same, so that requests leave sooner; while one waits for memory, the clock is
             at its highest (21).
         kv_pool_bytes: fixed KV pool per engine; 0 leaves the pools of emulated engines elastic, as the
@@ -72,8 +72,10 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             model may ask for, so that one that comes during it can be in time: it waits for the end of this
             chunk, and is computed in the next.
         pacing: ``slack``: decode steps of an engine wait for their time, so that more requests share each
-            read of the weights, while memory is ample and the device has a meter; ``off``: they never do.
-        pace_part: that time, from one step to the next, as a part of the shortest TBT in the engine.
+            read of the weights, where the device has a meter (`pacing.py`); ``off``: they never do.
+        pace_part: the longest such time, from one step to the next, as a part of the shortest TBT there.
+        ample_memory: it is that long while the free KV memory that is for the engine is at least so many
+            times what its requests hold, and shorter in proportion to what there is.
         move_ttl_ms: a source takes a request back, and (twice this) a destination drops it, without news.
         report_steps: most decode steps that an emulated engine takes before it reports them; memory is
             promised ahead for so many. More than 1 is for simulations: nobody waits for the tokens there.
@@ -95,6 +97,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     starvation_ms: float = 10_000.0
     bypass_max_ms: float = 2_000.0
     memory_margin: float = 0.05
+    short_memory: float = 0.1
     ample_memory: float = 0.5
     kv_pool_bytes: int = 0
     fixed_pool_share: float = 0.25
@@ -134,7 +137,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     considered_prefills: int = 16
     chunk_part: float = 0.3
     pacing: Literal["off", "slack"] = "slack"
-    pace_part: float = 0.5
+    pace_part: float = 0.7
     move_ttl_ms: float = 5_000.0
     report_steps: int = 1
     oom_grace_ms: float = 20.0

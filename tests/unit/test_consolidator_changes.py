@@ -112,7 +112,11 @@ def test_a_crowded_gpu_is_relieved_while_others_rest(fixed_pct: int, shares: lis
     [home] = lab.placed["a"]
     lab.gpus[home].fixed_share_pct = fixed_pct
     for model in "abc":
-        lab.gpus[home].set(model, running=1, sm_share_pct=40)
+        lab.gpus[home].set(model, running=1, sm_share_pct=30)
+    lab.gpus[home].set("a", running=1, sm_share_pct=40)  # all of it, and no more
+    lab.run(2_500)
+    assert {gpu for gpus in lab.placed.values() for gpu in gpus} == {home}
+    lab.gpus[home].set("b", running=1, sm_share_pct=40)
     lab.run(500)
     assert {gpu for gpus in lab.placed.values() for gpu in gpus} == {home}
     lab.run(2_000)

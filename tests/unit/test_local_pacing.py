@@ -1,10 +1,12 @@
 """Decode pacing: when a plan lets decode steps wait for their time."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from local_bench import H100, MODEL, Bench, of, request
+from local_bench import H100, MODEL, OTHER, Bench, of, request
 
+from services.local_sched.pacing import pace_part, pace_parts
 from shared import engine as en
 from shared import events as ev
 from shared.model import Placement
@@ -41,7 +43,7 @@ def test_one_that_is_behind_its_pace_does_not_wait():
     for _ in range(2):
         bench.token("r1", after_ms=20.0)
     bench.wait(bench.state.settings.replan_ms)
-    assert interval_ms(bench) == pytest.approx(50.0)
+    assert interval_ms(bench) == pytest.approx(70.0)
 
 
 def test_nothing_waits_where_there_is_no_meter():
@@ -50,13 +52,51 @@ def test_nothing_waits_where_there_is_no_meter():
 
 
 def test_nothing_waits_while_memory_is_short():
-    bench = decoding(Bench(models=[MODEL], ample_memory=1.0))
+    bench = decoding(Bench(models=[MODEL], short_memory=1.0))
     assert interval_ms(bench) == 0.0
+
+
+def test_steps_wait_for_less_as_memory_goes():
+    longest_for = partial(pace_part, longest=0.8, ample=0.5)
+    assert longest_for(room_bytes=10**9, held_bytes=0) == 0.8
+    assert longest_for(room_bytes=5 * 10**9, held_bytes=10**10) == 0.8  # just ample
+    assert longest_for(room_bytes=10**9, held_bytes=10**10) == pytest.approx(0.16)
+    assert longest_for(room_bytes=0, held_bytes=10**10) == 0.0
+
+
+def test_what_is_free_is_for_the_models_at_work_by_their_weights():
+    bench = Bench(models=[MODEL, OTHER], ample_memory=100.0)
+    bench.submit(request("r1", prompt=8000))
+    bench.submit(request("r2", prompt=2000, model=OTHER.name))
+    engines = list(bench.state.engines.values())
+    pools = [bench.state.ledger.pools[engine.spec.name] for engine in engines]
+    weights = [engine.spec.weight_bytes for engine in engines]
+    expected = []
+    for pool, weight_bytes in zip(pools, weights, strict=True):
+        room_bytes = bench.state.ledger.free_bytes * weight_bytes / sum(weights)
+        expected.append(0.7 * room_bytes / (100.0 * pool.held_bytes))
+    found = pace_parts(bench.state, engines)
+    assert 0.0 < min(expected) < max(expected) < 0.7
+    assert found == pytest.approx([int(20 * part) / 20 for part in expected])
+    assert pace_parts(bench.state, engines[:1])[0] > found[0]  # the other has nothing to do
+
+
+def test_an_engine_with_its_own_pool_has_its_room_to_itself():
+    bench = Bench(elastic_kv=False, ample_memory=40.0)
+    for model in (MODEL, OTHER):
+        bench.do(ev.Load(model=model, placement_version=1))
+        bench.do(en.EngineReady(model=model.name, kv_pool_bytes=4 << 30, block_tokens=16, load_ms=1.0))
+    bench.submit(request("r1", prompt=3000))
+    engine = bench.state.engines[MODEL.name]
+    held_bytes = bench.state.ledger.pools[MODEL.name].held_bytes
+    expected = 0.7 * ((4 << 30) - held_bytes) / (40.0 * held_bytes)
+    assert 0.05 < expected < 0.7
+    assert pace_parts(bench.state, [engine]) == pytest.approx([int(20 * expected) / 20])
 
 
 def test_nothing_waits_while_models_find_no_room():
     bench = decoding(Bench(models=[MODEL]))
-    for version, short, expected_ms in ((5, True, 0.0), (6, False, 50.0)):
+    for version, short, expected_ms in ((5, True, 0.0), (6, False, 70.0)):
         bench.do(ev.PlacementChanged(placement=Placement(version=version, room_short=short)))
         bench.wait(bench.state.settings.replan_ms)
         assert interval_ms(bench) == pytest.approx(expected_ms)

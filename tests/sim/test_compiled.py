@@ -1,5 +1,6 @@
 """The compiled form (`make compiled`) and the interpreted one do the same, to the last bit of a number."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -13,10 +14,23 @@ from sim.world import run
 ROOT = Path(__file__).parents[2]
 COMPILED = ROOT / "build/compiled"
 SEEDS = (20, 41)
+
+
+def named() -> list[str]:
+    """Return the modules that are to be compiled, as `deploy/compiled.py` names them."""
+    for node in ast.parse((ROOT / "deploy/compiled.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOT":
+            hot: dict[str, str] = ast.literal_eval(node.value)
+            return [f"{folder}/{name}" for folder, names in hot.items() for name in names.split()]
+    raise AssertionError("deploy/compiled.py names no HOT modules")
+
+
 PLAYED = f"""
-import gc
+import gc, importlib
 from sim import world, wild
-assert world.__file__.endswith(".so"), world.__file__
+modules = [importlib.import_module(name.replace("/", ".")) for name in {named()}]
+interpreted = [module.__name__ for module in modules if not module.__file__.endswith(".so")]
+assert not interpreted, f"named in deploy/compiled.py, but not compiled: {{interpreted}}"
 print(*[world.run(wild.scenario(seed), check=True).trace_hash for seed in {SEEDS}])
 gc.collect()
 assert not [each for each in gc.get_objects() if isinstance(each, world.World)], "a world outlives its run"
@@ -30,6 +44,12 @@ def is_current() -> bool:
         copy.exists() and copy.read_bytes() == path.read_bytes()
         for path, copy in zip(sources, copies, strict=True)
     )
+
+
+def test_what_is_to_be_compiled_is_there_and_named_once() -> None:
+    names = named()
+    assert [name for name in names if not (ROOT / f"{name}.py").exists()] == []
+    assert len(set(names)) == len(names) and len(names) > 60
 
 
 @pytest.mark.skipif(not is_current(), reason="build/compiled is missing or old: make compiled")

@@ -59,8 +59,8 @@ def paper(
         " (arXiv:2606.30391) on emulated H100s: nothing here was measured on a GPU, and every joule follows"
         " the device model.",
         f"Scale: {scale.name}; {scale.minutes:g} minutes a cell ({scale.long_minutes:g} for Figs. 13, 14 and"
-        f" 16), of which the last two thirds count; seeds {', '.join(map(str, scale.seeds))}. {len(played)}"
-        f" cells took {cores_s / 60:.0f} minutes of a core.",
+        f" 16), of which the last two thirds count; seeds {', '.join(map(str, scale.seeds[0]))}."
+        f" {len(played)} cells took {cores_s / 60:.0f} minutes of a core.",
     )
     write_page(out, "Festina: the paper's evaluation", intro, made)
     write_csv(out / "cells.csv", cell_lines(played))

@@ -25,32 +25,52 @@ class Scale(Struct):
 
     Args:
         points: which of the five rates.
-        seeds: of the cells; `long_seeds` of those that are played for longer, `slow_seeds` of systems whose
-            models take turns, which take ten times as long to play.
+        seeds: of the cells, at each of these rates; `slow_seeds` of systems whose models take turns, which
+            take ten times as long to play; `long_seeds` of cells that are played for longer.
         minutes: that requests arrive in a cell; `long_minutes` where consolidation is to be seen, which looks
             at two minutes of load before it does anything.
     """
 
     name: str
     points: tuple[int, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[tuple[int, ...], ...]
+    slow_seeds: tuple[tuple[int, ...], ...]
     long_seeds: tuple[int, ...]
-    slow_seeds: tuple[int, ...]
     minutes: float
     long_minutes: float
 
-    def seeds_of(self, system: str) -> tuple[int, ...]:
-        """Return the seeds under which a system is played."""
-        return self.slow_seeds if "switching" in local_sched.preset(system) else self.seeds
+    def seeds_of(self, system: str, place: int = 0) -> tuple[int, ...]:
+        """Return the seeds under which a system is played, at the rate of that place in `points`."""
+        return (self.slow_seeds if "switching" in local_sched.preset(system) else self.seeds)[place]
+
+    def place(self, cell: Cell) -> int:
+        """Return the place of a cell's rate in `points`."""
+        return self.rates(cell.llms).index(cell.rps)
 
     def rates(self, llms: int) -> list[float]:
         """Return the rates that are played for so many models."""
         return [RATES[llms][point] for point in self.points]
 
 
-THREE = (0, 1, 2)
-REDUCED = Scale("reduced: short windows and two of five rates", (0, 1), THREE, (0,), (0,), 1.0, 4.0)
-FULL = Scale("full: all rates", (0, 1, 2, 3, 4), THREE, THREE, THREE, 5.0, 10.0)
+ONE, THREE = (0,), (0, 1, 2)
+REDUCED = Scale(
+    "reduced: short windows and the two lowest of five rates, the second with one seed",
+    points=(0, 1),
+    seeds=(THREE, ONE),
+    slow_seeds=(ONE, ()),
+    long_seeds=ONE,
+    minutes=2.0,
+    long_minutes=4.0,
+)
+FULL = Scale(
+    "full: all rates",
+    points=(0, 1, 2, 3, 4),
+    seeds=(THREE,) * 5,
+    slow_seeds=(THREE,) * 5,
+    long_seeds=THREE,
+    minutes=5.0,
+    long_minutes=10.0,
+)
 
 
 class Results:

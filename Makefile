@@ -47,8 +47,8 @@ sim-soak: setup  ## play thousands of random scenarios with faults in the simula
 live-check: setup  ## a live emulated pool beside the simulator, and beside fixed clocks: 2 x 10 minutes (MINUTES=2)
 	$(BIN)/python -m sim.live_check --minutes $(or $(MINUTES),10)
 
-consolidate-check: setup  ## a live emulated pool at full load, a tenth, full again, beside one that never consolidates: 2 x 6 minutes
-	$(BIN)/python -m sim.consolidate_check --minutes $(or $(MINUTES),6)
+consolidate-check: setup  ## a live emulated pool at full load, a tenth, full again, beside one that never consolidates: 2 x 9 minutes
+	$(BIN)/python -m sim.consolidate_check --minutes $(or $(MINUTES),9)
 
 paper: setup  ## the paper's evaluation beside its numbers: build/paper/index.html, an hour (FULL=1: two days; FIGURE=fig10: one of them)
 	@if command -v gcc > /dev/null; then $(MAKE) --silent compiled; else echo "no gcc, so cells are played interpreted: half again as long"; fi

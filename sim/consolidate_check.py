@@ -128,11 +128,11 @@ def outcome(name: str, live: Live, gpus: int, minutes: float, models: Sequence[M
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="How long requests arrive; a third at a tenth.")] = 6.0,
+    minutes: Annotated[float, typer.Option(help="How long requests arrive; a third at a tenth.")] = 9.0,
     models: Annotated[int, typer.Option(help="Models served, by rank in the catalog.")] = 16,
     gpus: Annotated[int, typer.Option(help="Emulated H100.")] = 8,
     rps: Annotated[float, typer.Option(help="Requests per second and model, at the highest.")] = 0.1,
-    keep_alive_s: Annotated[float, typer.Option(help="Keep-alive of each model.")] = 20.0,
+    keep_alive_s: Annotated[float, typer.Option(help="Keep-alive of each model.")] = 40.0,
     seed: int = 0,
     output: Annotated[Path, typer.Option(help="Folder for the numbers and the picture.")] = OUTPUT,
 ) -> None:

@@ -6,7 +6,6 @@ engines slow each other as `silicon.contention` says. MHz, percent of the SMs, m
 """
 
 import math
-from copy import copy
 from typing import Any, overload
 
 import numpy as np
@@ -47,8 +46,9 @@ class Lut:
         block: NDArray[np.float32],
         provenance: Provenance,
         fits: tuple[Regression | None, Regression | None] = (None, None),
+        like: "Lut | None" = None,
     ) -> None:
-        """Take the numbers as `lut_table` lays them out."""
+        """Take the numbers as `lut_table` lays them out; what a table `like` it has worked out is shared."""
         self.device = device
         self.model = model
         self.axes = axes
@@ -60,29 +60,36 @@ class Lut:
         self.clocks_mhz = np.array(choices or axes.clocks_mhz)
         self.shares_pct = np.array(axes.shares_pct)
         self._measured = provenance.kind == "measured"
-        grids = axes.grids(block)
-        prefill_axes = (axes.clocks_mhz, axes.shares_pct, axes.input_tokens)
-        decode_axes = (axes.clocks_mhz, axes.shares_pct, axes.batches, axes.context_tokens)
-        self._prefill_ms = Grid(grids[0], prefill_axes, is_open=True)
-        self._prefill_w = Grid(grids[1], prefill_axes, is_open=False)
-        self._decode_ms = Grid(grids[2], decode_axes, is_open=True)
-        self._decode_w = Grid(grids[3], decode_axes, is_open=False)
+        if like is None:
+            grids = axes.grids(block)
+            prefill_axes = (axes.clocks_mhz, axes.shares_pct, axes.input_tokens)
+            decode_axes = (axes.clocks_mhz, axes.shares_pct, axes.batches, axes.context_tokens)
+            self._prefill_ms = Grid(grids[0], prefill_axes, is_open=True)
+            self._prefill_w = Grid(grids[1], prefill_axes, is_open=False)
+            self._decode_ms = Grid(grids[2], decode_axes, is_open=True)
+            self._decode_w = Grid(grids[3], decode_axes, is_open=False)
+        else:
+            self._prefill_ms, self._prefill_w = like._prefill_ms, like._prefill_w
+            self._decode_ms, self._decode_w = like._decode_ms, like._decode_w
 
     def of(self, model: ModelSpec) -> "Lut":
         """Return this table as that of a model of the same shape under another name; numbers are shared."""
         if model == self.model:
             return self
-        twin = copy(self)
-        twin.model = model
-        return twin
+        return self._twin(self.device, model)
 
     def on(self, device: Device) -> "Lut":
         """Return this table for a device of its type whose engines can be given other SM shares."""
         if device.sm_sizes_pct == self.device.sm_sizes_pct:
             return self
-        twin = copy(self)
-        twin.device = self.device.with_sm_sizes(device.sm_sizes_pct)
+        twin = self._twin(self.device.with_sm_sizes(device.sm_sizes_pct), self.model)
         twin.shares_pct = np.array(device.sm_sizes_pct)
+        return twin
+
+    def _twin(self, device: Device, model: ModelSpec) -> "Lut":
+        fits = (self.prefill_fit, self.decode_fit)
+        twin = Lut(device, model, self.axes, self.block, self.provenance, fits, like=self)
+        twin.clocks_mhz, twin.shares_pct = self.clocks_mhz, self.shares_pct
         return twin
 
     def extrapolates(self, input_tokens: float = 0, batch: float = 1, mean_context_tokens: float = 0) -> bool:

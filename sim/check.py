@@ -25,9 +25,13 @@ class InvariantBroken(AssertionError):
     """Something that must never happen has happened; says how to see it again, and what came before."""
 
     def __init__(self, what: str, seed: int, replay: str, story: str) -> None:
-        super().__init__(f"{what}\nseed {seed}; again by: {replay}\nwhat came before:\n{story}")
+        super().__init__(what, seed, replay, story)  # with these it also comes out of another process
         self.what = what
         self.seed = seed
+
+    def __str__(self) -> str:
+        what, seed, replay, story = self.args
+        return f"{what}\nseed {seed}; again by: {replay}\nwhat came before:\n{story}"
 
 
 class Checks:

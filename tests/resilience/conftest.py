@@ -16,31 +16,15 @@ GATEWAYS = 2
 MODELS = [model.name for model in emulated_models(4)]
 
 
-@pytest.fixture(scope="session")
-def bus_and_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    made = Servers(tmp_path_factory.mktemp("chaos-store"))
-    made.start("nats")
-    made.start("store")
-    yield made
-    made.stop_all()
-
-
-@pytest.fixture(scope="session")
-def traces() -> Iterator[TraceCollector]:
-    made = TraceCollector()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(
-    tmp_path_factory: pytest.TempPathFactory, bus_and_store: Servers, traces: TraceCollector
+    tmp_path_factory: pytest.TempPathFactory, servers: Servers, collector: TraceCollector
 ) -> Iterator[RunningPool]:
     env = {
-        "FESTINA_NATS_URL": bus_and_store.settings.nats_url,
-        "FESTINA_REDIS_URL": bus_and_store.settings.redis_url,
+        "FESTINA_NATS_URL": servers.settings.nats_url,
+        "FESTINA_REDIS_URL": servers.settings.redis_url,
         "FESTINA_TRACING": "1",
-        "FESTINA_OTLP_ENDPOINT": traces.url,
+        "FESTINA_OTLP_ENDPOINT": collector.url,
     }
     replicas = ("--schedulers", "3", "--consolidators", "2", "--hosts", "2")
     flags = ("--emulated", "--gpus", "4", "--models", str(len(MODELS)), *replicas)
@@ -52,7 +36,7 @@ def pool(
         made.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def urls(pool: RunningPool) -> list[str]:
     return pool.urls
 

@@ -1,9 +1,14 @@
-"""Every service killed, bus and store taken away, under streams whose every token is known."""
+"""Every service killed, bus and store taken away, under streams whose every token is known.
+
+And undisturbed: two gateways and three global schedulers, and every request is dispatched once.
+"""
 
 import asyncio
+import json
 import os
 import signal
 import time
+import urllib.request
 
 import pytest
 from chaos import (
@@ -16,7 +21,8 @@ from chaos import (
     service_pids,
     wait_until_idle,
 )
-from support import ROUNDS, RunningPool, Servers
+from support import ROUNDS, RunningPool, Servers, eventually
+from trace_collector import TraceCollector
 
 pytestmark = pytest.mark.resilience
 
@@ -101,17 +107,17 @@ async def test_streams_of_a_gateway_that_stood_still_for_longer_than_its_lease_g
 
 @pytest.mark.parametrize("server", ["nats", "store"])
 async def test_bus_or_store_away_costs_time_and_nothing_else(
-    pool: RunningPool, urls: list[str], clients: Clients, bus_and_store: Servers, server: str
+    pool: RunningPool, urls: list[str], clients: Clients, servers: Servers, server: str
 ) -> None:
     await clients.learn(prompts=4)
     before = service_pids(pool)
     stop = asyncio.Event()
     load = asyncio.create_task(clients.load(16, stop))
     await asyncio.sleep(1.5)
-    await asyncio.to_thread(bus_and_store.stop, server)
+    await asyncio.to_thread(servers.stop, server)
     stopped_s = time.monotonic()
     await asyncio.sleep(CUT_S)
-    bus_and_store.start(server)
+    servers.start(server)
     await asyncio.sleep(3.0)
     stop.set()
     await load
@@ -146,3 +152,45 @@ async def test_restarting_one_after_the_other_under_load_loses_nothing(
     assert clients.failed() == []
     await gateways_answer(urls)
     await wait_until_idle(urls[0], 3.0)
+
+
+async def test_every_request_is_dispatched_once_and_runs_on_one_gpu(
+    clients: Clients, collector: TraceCollector
+) -> None:
+    await clients.learn(prompts=4)
+
+    async def client(number: int) -> list[tuple[str, str]]:
+        found = []
+        for turn in range(2 * ROUNDS):
+            trace_id = f"{0xC0DE0000 + number * 100 + turn:032x}"
+            model = clients.models[(number + turn) % len(clients.models)]
+            outcome = await clients.ask(model, turn % 4, number % 2, f"00-{trace_id}-b7ad6b7169203331-01", 20)
+            assert outcome.done and not outcome.error, outcome
+            found.append((trace_id, outcome.report["gpu"]))
+        return found
+
+    asked = [pair for found in await asyncio.gather(*map(client, range(32))) for pair in found]
+    assert len(asked) == 64 * ROUNDS
+
+    def spans(trace_id: str) -> list[dict]:
+        with urllib.request.urlopen(f"{collector.url}/api/traces/{trace_id}") as answer:
+            return [span for trace in json.load(answer)["data"] for span in trace["spans"]]
+
+    wanted = ["global.dispatch", "local.decode", "local.prefill", "local.queue"]
+
+    def names(trace_id: str) -> list[str]:
+        return sorted(n for s in spans(trace_id) if (n := s["operationName"]) in wanted)
+
+    def story(trace_id: str) -> list[str]:
+        told = sorted(spans(trace_id), key=lambda span: span["startTime"])
+        start = told[0]["startTime"]
+        return [
+            f"{(s['startTime'] - start) / 1000:.0f} ms +{s['duration'] / 1000:.0f}: {s['operationName']} "
+            + " ".join(f"{tag['key'].removeprefix('festina.')}={tag['value']}" for tag in s["tags"])
+            for s in told
+        ]
+
+    for trace_id, _ in asked:
+        await eventually(lambda t=trace_id: len(names(t)) >= len(wanted), within_s=10)
+        assert names(trace_id) == wanted, story(trace_id)
+    assert len({gpu for _, gpu in asked}) > 1

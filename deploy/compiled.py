@@ -10,15 +10,16 @@ from mypyc.build import mypycify
 from setuptools import setup
 
 HOT = {
-    "services/local_sched": """admission batch core divide emulated emulated_engine emulated_kv emulated_meter
-        emulated_step ends energy engines evict grants grid ledger live loads made_up move_mode moves outbox
-        pacing plans points rest running spans state summary tables transfer tune watch work""",
+    "services/local_sched": """admission attribution batch clocks core divide emulated
+        emulated_engine emulated_kv emulated_meter emulated_step ends energy engines evict
+        grants grid ledger live loads made_up move_mode moves outbox pacing plans points rest
+        running spans state summary tables transfer tune watch work""",
     "services/global_sched": """alike asks core curves dispatch estimate fleet placing pools predict
         predict_standin reasons scale_out search view""",
-    "services/consolidator": "cluster core election orders upkeep window",
-    "services/gateway": "core",
+    "services/consolidator": "cluster consolidate core course election orders place relief upkeep window",
+    "services/gateway": "core drains inflight liveness registry",
     "sim": "chance clients hardware lengths network nodes scenario shells wakes world",
-    "shared": "lut lut_grid lut_query shelf silicon slabs slo",
+    "shared": "known_models lut lut_grid lut_query overload shelf silicon slabs slo weights",
 }
 FILES = [f"{folder}/{name}.py" for folder, names in HOT.items() for name in names.split()]
 OPTIONS = ["--config-file=", "--ignore-missing-imports"]

@@ -28,6 +28,7 @@ class Clients:
     ) -> None:
         self._scenario = scenario
         self._models = {model.name: model for model in scenario.models}
+        self._longest = tuple(range(max((a.input_tokens for a in scenario.arrivals), default=0)))
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._feed = feed
         self._complain = complain
@@ -77,7 +78,7 @@ class Clients:
         context_tokens = model.context_tokens if model else 8192
         prompt = self._prompts.get(record.input_tokens)
         if prompt is None:
-            prompt = self._prompts[record.input_tokens] = tuple(range(record.input_tokens))
+            prompt = self._prompts[record.input_tokens] = self._longest[: record.input_tokens]
         most = max(1, context_tokens - record.input_tokens)
         return Request(
             request_id=request_id,

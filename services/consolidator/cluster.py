@@ -23,6 +23,7 @@ class Cluster:
 
     def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
         self._set = settings
+        self._least_kv = KvFloor(settings.min_kv_bytes, settings.min_kv_tokens)
         self.models = {model.name: model for model in models}
         self.removed: dict[str, ModelSpec] = {}
         self.summaries: dict[str, GpuSummary] = {}
@@ -222,7 +223,7 @@ class Cluster:
     def kv(self, gpu: str) -> KvFloor:
         """Return the KV memory that a model takes on a GPU, or is at least to find."""
         pool_bytes = self.summaries[gpu].kv_pool_bytes
-        return KvFloor(pool_bytes) if pool_bytes else KvFloor(self._set.min_kv_bytes, self._set.min_kv_tokens)
+        return KvFloor(pool_bytes) if pool_bytes else self._least_kv
 
     def free_bytes(self, gpu: str, models: Iterable[str]) -> int:
         """Return what placement may still use of a GPU that holds `models`; negative if that is too much."""

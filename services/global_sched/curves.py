@@ -5,7 +5,6 @@ differ. So what is kept is, per point and batch, one curve over the length: star
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -39,17 +38,14 @@ def _slopes(starts: list[float], beyond: bool) -> list[float]:
     return [*slopes, slopes[-1] if slopes and beyond else 0.0]
 
 
-@dataclass(frozen=True, slots=True)
 class Curve:
     """Time in ms, and the power in W that a request answers for, by cell of one axis.
 
     Powers are zeros without a meter.
     """
 
-    ms: list[float]
-    ms_slope: list[float]
-    w: list[float]
-    w_slope: list[float]
+    def __init__(self, ms: list[float], ms_slope: list[float], w: list[float], w_slope: list[float]) -> None:
+        self.ms, self.ms_slope, self.w, self.w_slope = ms, ms_slope, w, w_slope
 
     def ms_at(self, cell: int, part: float) -> float:
         """Return the time there."""

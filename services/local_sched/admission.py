@@ -1,7 +1,6 @@
 """How a request comes in, waits, and is given to its engine (3.4)."""
 
 import math
-from collections import Counter
 
 import msgspec
 
@@ -91,13 +90,15 @@ def why_full(state: State, request: Request) -> str:
     The tenant that holds more than its share of a queue that is nearly full is refused first.
     """
     waiting = state.queue.values()
-    held = Counter(work.request.tenant for work in waiting)
+    held: dict[str, int] = {}
+    for work in waiting:
+        held[work.request.tenant] = held.get(work.request.tenant, 0) + 1
     weights = {work.request.tenant: work.request.tenant_weight for work in waiting}
     if has_room(held, weights, request.tenant, request.tenant_weight, state.settings.max_queue):
         return ""
     return (
-        f"the queue of {state.gpu} is full: {len(waiting)} requests wait, {held[request.tenant]} of them of "
-        f"tenant {request.tenant}"
+        f"the queue of {state.gpu} is full: {len(waiting)} requests wait, "
+        f"{held.get(request.tenant, 0)} of them of tenant {request.tenant}"
     )
 
 

@@ -6,12 +6,13 @@ A task is the unit that Eq. 4 scores: one decode step of an engine, or the prefi
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 URGENT = 1e6  # above any ratio that still means anything
 
 
-class Task(NamedTuple):
+@dataclass(init=False)  # one that is made for it stays interpreted where the rest is compiled
+class Task:
     """A unit of work that wants memory and SMs now.
 
     `late`: its deadline has passed, so that it is best-effort. `cost` is what it adds to what its tenant has
@@ -21,14 +22,33 @@ class Task(NamedTuple):
 
     key: str
     score: float
-    kv_bytes: int = 0
-    sm_share_pct: int = 0
-    tenant: str = ""
-    late: bool = False
-    cost: float = 0.0
-    latency_ms: float = 0.0
-    slack_ms: float = 0.0
-    since_ms: float = 0.0
+    kv_bytes: int
+    sm_share_pct: int
+    tenant: str
+    late: bool
+    cost: float
+    latency_ms: float
+    slack_ms: float
+    since_ms: float
+
+    def __init__(
+        self,
+        key: str,
+        score: float,
+        kv_bytes: int = 0,
+        sm_share_pct: int = 0,
+        *,
+        tenant: str = "",
+        late: bool = False,
+        cost: float = 0.0,
+        latency_ms: float = 0.0,
+        slack_ms: float = 0.0,
+        since_ms: float = 0.0,
+    ) -> None:
+        self.key, self.score = key, score
+        self.kv_bytes, self.sm_share_pct = kv_bytes, sm_share_pct
+        self.tenant, self.late, self.cost = tenant, late, cost
+        self.latency_ms, self.slack_ms, self.since_ms = latency_ms, slack_ms, since_ms
 
 
 def score(

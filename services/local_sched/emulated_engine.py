@@ -123,15 +123,17 @@ class Engine:
         for sequence in sequences:
             if sequence.computed_tokens < sequence.prefill_tokens or sequence.starved:
                 return [], 1
-            steps = min(steps, sequence.end_tokens - sequence.output_tokens)
+            left = sequence.end_tokens - sequence.output_tokens
+            if left < steps:
+                steps = left
         steps = max(1, steps)
         grown = [-(-(sequence.computed_tokens + steps) // block_tokens) for sequence in sequences]
         blocks = sum(grown) + self.copies.leaving_blocks
         if blocks - self.blocks > free_blocks:
             return [], 1
         self.blocks = blocks
-        for sequence, its_blocks in zip(sequences, grown, strict=True):
-            sequence.blocks = its_blocks
+        for i, sequence in enumerate(sequences):
+            sequence.blocks = grown[i]
         return [(sequence, 1) for sequence in sequences], steps
 
     def _batch(
@@ -213,7 +215,9 @@ class Engine:
         self._note_ends(step)
         steps, lost_j, untold = step.steps, 0.0, 0
         news: list[Sequence] = []
-        for (sequence, tokens), energy_j in zip(step.parts, self._energies_j(step), strict=True):
+        energies_j = self._energies_j(step)
+        for i, (sequence, tokens) in enumerate(step.parts):
+            energy_j = energies_j[i]
             if sequence.stopped:
                 lost_j += energy_j
                 continue
@@ -293,9 +297,12 @@ class Engine:
         parts, kv_bytes_per_token = step.parts, self.model.kv_bytes_per_token
         added = (step.steps - 1) / 2  # mean growth of a context while this stands for several steps
         each_bytes = self.model.weight_bytes / len(parts) + kv_bytes_per_token * added
-        context_tokens = sum([sequence.computed_tokens + n for sequence, n in parts])
+        tokens = context_tokens = 0
+        for sequence, n in parts:
+            tokens += n
+            context_tokens += sequence.computed_tokens + n
         moved_bytes = each_bytes * len(parts) + kv_bytes_per_token * context_tokens
-        per_token_j = 0.5 / sum([n for _, n in parts]) * step.energy_j
+        per_token_j = 0.5 / tokens * step.energy_j
         per_byte_j = 0.5 / moved_bytes * step.energy_j
         each_j, kv_j = per_byte_j * each_bytes, per_byte_j * kv_bytes_per_token
         return [per_token_j * n + each_j + kv_j * (s.computed_tokens + n) for s, n in parts]

@@ -7,7 +7,6 @@ wrong by at most half of what a step grows by meanwhile: 0.4 % for 32 steps of 3
 """
 
 import math
-from dataclasses import dataclass
 
 from services.local_sched.emulated_meter import Parts
 from services.local_sched.made_up import Answer
@@ -27,7 +26,6 @@ from shared.silicon import (
 ROUNDING = 1e-9  # of a step, by which an order that comes just as one ends may seem to come after
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
     """A request in its engine. KV of `computed_tokens` is in memory, in `blocks` blocks.
 
@@ -38,12 +36,6 @@ class Sequence:
     when it is stopped its memory is not free before its KV is copied.
     """
 
-    request: Request
-    answer: Answer
-    prefill_tokens: int
-    output_tokens: int
-    end_tokens: int
-    finish_reason: str
     computed_tokens: int = 0
     blocks: int = 0
     made_tokens: int = 0
@@ -53,6 +45,19 @@ class Sequence:
     stopped: bool = False
     importing: bool = False
     leaving: bool = False
+
+    def __init__(
+        self,
+        request: Request,
+        answer: Answer,
+        prefill_tokens: int,
+        output_tokens: int,
+        end_tokens: int,
+        finish_reason: str,
+    ) -> None:
+        self.request, self.answer = request, answer
+        self.prefill_tokens, self.output_tokens = prefill_tokens, output_tokens
+        self.end_tokens, self.finish_reason = end_tokens, finish_reason
 
 
 class Step:
@@ -146,10 +151,11 @@ def run_together(device: Device, clock_mhz: int, steps: list[Step], now_ms: floa
         context_w = max(0.0, idle_w - device.static_w - clock_w - hbm_w - compute_w)
         parts_w = (device.static_w, context_w, clock_w, hbm_w, compute_w)
         above_w = sum(parts_w) - idle_w
-        for step, share, read in zip(steps, shares, reads, strict=True):
-            part = share / all_shares
-            step.power_w = idle_w * part + above_w * (part + read / tb_per_s) / 2
-    for step, span_ms in zip(steps, spans_ms, strict=True):
+        for i, step in enumerate(steps):
+            part = shares[i] / all_shares
+            step.power_w = idle_w * part + above_w * (part + reads[i] / tb_per_s) / 2
+    for i, step in enumerate(steps):
+        span_ms = spans_ms[i]
         if step.full_ms == 0.0:
             step.end_ms = now_ms + span_ms
         elif step.full_ms != span_ms:
@@ -165,8 +171,8 @@ def _speeds(
     spans_ms: list[float] = []
     reads: list[float] = []
     tb_per_s = tflop_per_s = 0.0
-    for step, share in zip(steps, shares, strict=True):
-        span_ms = step.span_ms(device, clock_mhz, share, scales)
+    for i, step in enumerate(steps):
+        span_ms = step.span_ms(device, clock_mhz, shares[i], scales)
         read, done = rates(step.work, span_ms)
         spans_ms.append(span_ms)
         reads.append(read)

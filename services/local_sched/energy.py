@@ -8,20 +8,18 @@ in it.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 REQUESTS, OVERHEAD, IDLE = "requests", "overhead", "idle"
 MOST_GAPS = 1024
 """Gaps in which a step that is told of late may still have run; what is older is summed up."""
 
 
-class Gap(NamedTuple):
+class Gap:
     """A time in which no step is known to have run, and what the device drew then, for which use."""
 
-    from_ms: float
-    until_ms: float
-    power_w: float
-    use: str
+    def __init__(self, from_ms: float, until_ms: float, power_w: float, use: str) -> None:
+        self.from_ms, self.until_ms = from_ms, until_ms
+        self.power_w, self.use = power_w, use
 
     @property
     def energy_j(self) -> float:

@@ -21,7 +21,7 @@ KEPT = 1024
 """Answers of a kind that a grid remembers; then it starts anew."""
 
 
-class Load(NamedTuple):
+class Load:
     """What one engine has to do, and by when.
 
     Args:
@@ -33,13 +33,34 @@ class Load(NamedTuple):
         step_interval_ms: least time from one decode step to the next.
     """
 
-    lut: Lut
-    decodes: int = 0
-    mean_context_tokens: float = 0.0
-    decode_budget_ms: float = math.inf
-    decode_steps: float = 1.0
-    prefills: tuple[tuple[float, float], ...] = ()
-    step_interval_ms: float = 0.0
+    def __init__(
+        self,
+        lut: Lut,
+        decodes: int = 0,
+        mean_context_tokens: float = 0.0,
+        decode_budget_ms: float = math.inf,
+        decode_steps: float = 1.0,
+        prefills: tuple[tuple[float, float], ...] = (),
+        step_interval_ms: float = 0.0,
+    ) -> None:
+        self.lut, self.decodes, self.mean_context_tokens = lut, decodes, mean_context_tokens
+        self.decode_budget_ms, self.decode_steps = decode_budget_ms, decode_steps
+        self.prefills, self.step_interval_ms = prefills, step_interval_ms
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Load)
+            and self.lut is other.lut
+            and self.decodes == other.decodes
+            and self.mean_context_tokens == other.mean_context_tokens
+            and self.decode_budget_ms == other.decode_budget_ms
+            and self.decode_steps == other.decode_steps
+            and self.prefills == other.prefills
+            and self.step_interval_ms == other.step_interval_ms
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.decodes, self.mean_context_tokens, self.decode_steps, self.prefills))
 
 
 class Profile:

@@ -230,7 +230,8 @@ def _held(
             work = engine.running[task.key]
             left_ms = (1.0 - state.settings.slack_headroom) * slack_ms(now_ms, work)
             share_pct = load.lut.least_prefill_share_pct(clock_mhz, work.prefill_tokens, left_ms) or 100
-            found.append((turn, -task.score, task._replace(sm_share_pct=share_pct)))
+            task.sm_share_pct = share_pct
+            found.append((turn, -task.score, task.key, task))
     tasks_in_turn = [task for *_, task in sorted(found)]
     _, bypassed = batch.fill(tasks_in_turn, 0, max(0, left_pct))
     return frozenset(task.key for task in bypassed)

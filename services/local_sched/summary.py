@@ -90,17 +90,18 @@ def _look_inside(state: State, engine: Engine, pace_ms: float) -> Inside:
         pool = state.ledger.pools[engine.spec.name]
         holders, block_bytes = pool.holders, pool.block_bytes
         for work in engine.running.values():
-            request, expected = work.request, work.predicted_output_tokens
-            made, tbt_ms = len(request.output_tokens) + len(work.tokens), request.objectives.tbt_ms
-            context_tokens += len(request.prompt_tokens) + made
+            expected = work.predicted_output_tokens
+            prompt, made, most, tbt_ms = work.terms
+            made += len(work.tokens)
+            context_tokens += prompt + made
             if tbt_ms < least_tbt_ms:
                 least_tbt_ms = tbt_ms
-            left = (expected if expected < request.max_tokens else request.max_tokens) - made
+            left = (expected if expected < most else most) - made
             left_ms = (left if left > 1 else 1) * (pace_ms or tbt_ms)
             if work.run_first_ms is None:
                 prefills.append((work.due_ms, work.prefill_tokens))
                 left_ms += work.prefill_ms
-            ends.append((left_ms, holders[request.request_id] * block_bytes, 0))
+            ends.append((left_ms, holders[work.request.request_id] * block_bytes, 0))
         ends.sort()
     return Inside(context_tokens, least_tbt_ms, prefills, ends)
 

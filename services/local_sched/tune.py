@@ -10,19 +10,23 @@ energy. Energy decides. Clocks are named by their places, from the highest down.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from services.local_sched.divide import Division, divider_of, proportional
 from services.local_sched.grid import CHUNK_TOKENS, Grid, Profile
 from shared.devices import Device
 
 
-class Candidate(NamedTuple):
+@dataclass(init=False)  # one that is made for it stays interpreted where the rest is compiled
+class Candidate:
     """A clock with one SM share per engine; None where no share meets that engine's deadlines."""
 
     sm_clock_mhz: int
     shares_pct: tuple[int | None, ...]
     energy_j: float
+
+    def __init__(self, sm_clock_mhz: int, shares_pct: tuple[int | None, ...], energy_j: float) -> None:
+        self.sm_clock_mhz, self.shares_pct, self.energy_j = sm_clock_mhz, shares_pct, energy_j
 
 
 def feasible(candidate: Candidate, budget_pct: int = 100) -> bool:
@@ -67,16 +71,21 @@ def _rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
     return candidate.energy_j, candidate.sm_clock_mhz, tuple(share or 0 for share in candidate.shares_pct)
 
 
-class Stretch(NamedTuple):
+class Stretch:
     """Neighbouring clocks, from the place `first` on downwards, with the same shares; and the energy at each.
 
     `least_pct` are the least shares there, which these are or are more than.
     """
 
-    shares_pct: tuple[int | None, ...]
-    least_pct: tuple[int | None, ...]
-    first: int
-    energies_j: list[float]
+    def __init__(
+        self,
+        shares_pct: tuple[int | None, ...],
+        least_pct: tuple[int | None, ...],
+        first: int,
+        energies_j: list[float],
+    ) -> None:
+        self.shares_pct, self.least_pct = shares_pct, least_pct
+        self.first, self.energies_j = first, energies_j
 
     @property
     def end(self) -> int:
@@ -212,7 +221,8 @@ def candidates(found: Iterable[Stretch], clocks_mhz: Sequence[int]) -> list[Cand
 def finalists(found: Iterable[Stretch], clocks_mhz: Sequence[int], current: int | None) -> list[Candidate]:
     """Return the candidates that `choose` may return: of each stretch the best, and the clock in force."""
     chosen = []
-    for shares_pct, _, first, energies_j in found:
+    for stretch in found:
+        shares_pct, first, energies_j = stretch.shares_pct, stretch.first, stretch.energies_j
         least_j = min(energies_j)
         best = len(energies_j) - 1 - energies_j[::-1].index(least_j)  # of equals the lowest clock
         chosen.append(Candidate(clocks_mhz[first + best], shares_pct, least_j))

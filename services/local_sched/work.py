@@ -1,6 +1,5 @@
 """One request on one GPU, and what an engine's requests add up to."""
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,7 +35,6 @@ class Stage(Enum):
     HELD = "held"
 
 
-@dataclass(slots=True)
 class Work:
     """One attempt on this GPU.
 
@@ -58,15 +56,6 @@ class Work:
         arrival: KV that lies in a stage for it, and that its engine has not said to have taken yet.
     """
 
-    request: Request
-    predicted_output_tokens: int
-    arrived_ms: float
-    runnable_ms: float
-    due_ms: float
-    prefill_ms: float
-    energy_j: float | None
-    stage: Stage = Stage.QUEUED
-    tokens: list[int] = field(default_factory=list)
     prefilled_tokens: int = 0
     run_id: str = ""
     run_first_ms: float | None = None
@@ -82,6 +71,22 @@ class Work:
     _terms: tuple[int, int, int, float] = (0, 0, 0, 0.0)
     _terms_of: Request | None = None
 
+    def __init__(
+        self,
+        request: Request,
+        predicted_output_tokens: int,
+        arrived_ms: float,
+        runnable_ms: float,
+        due_ms: float,
+        prefill_ms: float,
+        energy_j: float | None,
+    ) -> None:
+        self.request, self.predicted_output_tokens = request, predicted_output_tokens
+        self.arrived_ms, self.runnable_ms, self.due_ms = arrived_ms, runnable_ms, due_ms
+        self.prefill_ms, self.energy_j = prefill_ms, energy_j
+        self.stage = Stage.QUEUED
+        self.tokens: list[int] = []
+
     @property
     def terms(self) -> tuple[int, int, int, float]:
         """Of its request, kept at hand: tokens of the prompt, of the output, at most of that; TBT in ms."""
@@ -95,13 +100,13 @@ class Work:
     @property
     def context_tokens(self) -> int:
         """Tokens of prompt and output so far."""
-        request = self.request
-        return len(request.prompt_tokens) + len(request.output_tokens) + len(self.tokens)
+        prompt, output, _, _ = self.terms
+        return prompt + output + len(self.tokens)
 
     @property
     def output_count(self) -> int:
         """Output tokens so far, earlier attempts included: the index of the next one."""
-        return len(self.request.output_tokens) + len(self.tokens)
+        return self.terms[1] + len(self.tokens)
 
     @property
     def decoding(self) -> bool:
@@ -116,7 +121,8 @@ class Work:
     @property
     def prefill_tokens(self) -> int:
         """Tokens still to be computed before its present run makes one."""
-        return max(1, self.request.context_tokens - self.prefilled_tokens)
+        prompt, output, _, _ = self.terms
+        return max(1, prompt + output - self.prefilled_tokens)
 
     @property
     def remaining_tokens(self) -> int:

@@ -57,8 +57,11 @@ def ahead(waiting: Mapping[str, int], tenant: str, weight: float) -> float:
     `waiting` counts by tenant; the weights of the others are not known here and taken as 1.
     """
     own = waiting.get(tenant, 0)
-    others = (min(count, (own + 1) / weight) for name, count in waiting.items() if name != tenant)
-    return own + sum(others)
+    others = 0.0
+    for name, count in waiting.items():
+        if name != tenant:
+            others += min(float(count), (own + 1) / weight)
+    return own + others
 
 
 class DrainRate:

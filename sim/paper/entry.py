@@ -57,8 +57,8 @@ REDUCED = Scale(
     "reduced: short windows and the two lowest of five rates, the second with one seed",
     points=(0, 1),
     seeds=(THREE, ONE),
-    slow_seeds=(ONE, ()),
-    long_seeds=ONE,
+    slow_seeds=(THREE, ()),
+    long_seeds=THREE,
     minutes=2.0,
     long_minutes=4.0,
 )

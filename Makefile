@@ -50,7 +50,7 @@ live-check: setup  ## a live emulated pool beside the simulator, and beside fixe
 consolidate-check: setup  ## a live emulated pool at full load, a tenth, full again, beside one that never consolidates: 2 x 9 minutes
 	$(BIN)/python -m sim.consolidate_check --minutes $(or $(MINUTES),9)
 
-paper: setup  ## the paper's evaluation beside its numbers: build/paper/index.html, an hour (FULL=1: two days; FIGURE=fig10: one of them)
+paper: setup  ## the paper's evaluation beside its numbers: build/paper/index.html, 40 minutes (FULL=1: half a day; FIGURE=fig10: one of them)
 	@if command -v gcc > /dev/null; then $(MAKE) --silent compiled; else echo "no gcc, so cells are played interpreted: half again as long"; fi
 	$(BIN)/festina paper $(FIGURE) $(if $(FULL),--full)
 

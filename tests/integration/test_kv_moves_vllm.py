@@ -30,8 +30,8 @@ from shared.stage import StageSettings, mapped
 pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 
 NAME = "smol-fp32"
-BLOCK_TOKENS, MOVED_AT, MAX_TOKENS = 32, 16, 64
-PROMPT = prompt_of("The quick brown fox jumps over the lazy dog. " * 15 + "Go on.") if MODEL else ()
+BLOCK_TOKENS, MOVED_AT, MAX_TOKENS = 32, 40, 90
+PROMPT = prompt_of("The quick brown fox jumps over the lazy dog. " * 30 + "Go on.") if MODEL else ()
 LINK = LinkSettings(secret="of the test")
 
 
@@ -322,7 +322,7 @@ async def test_what_cannot_be_exported_is_refused_and_harms_nothing(
 async def test_without_free_blocks_the_kv_is_left(hosts: Hosts, expected: list[int]) -> None:
     """The destination is full: what has come is not taken, and is computed once there is memory."""
     near = hosts.near
-    fillers = {"long": PROMPT * 12, "short": PROMPT}  # leave less than the request needs
+    fillers = {"long": PROMPT * 5, "short": PROMPT}  # leave less than the request needs
     for run, prompt in fillers.items():
         near.run(run, prompt=prompt)
         await near.until_tokens(run, 1)

@@ -98,7 +98,6 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bypass_max_ms: float = 2_000.0
     memory_margin: float = 0.05
     short_memory: float = 0.1
-    ample_memory: float = 0.5
     kv_pool_bytes: int = 0
     fixed_pool_share: float = 0.25
     offload_bytes: int = 32 << 30
@@ -138,6 +137,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chunk_part: float = 0.3
     pacing: Literal["off", "slack"] = "slack"
     pace_part: float = 0.7
+    ample_memory: float = 0.5
     move_ttl_ms: float = 5_000.0
     report_steps: int = 1
     oom_grace_ms: float = 20.0
@@ -147,3 +147,5 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(
                 f"clock is {self.clock} and shares {self.shares}: the sweep chooses both or none"
             )
+        if self.ample_memory <= 0.0:
+            raise ConfigError(f"ample_memory must be positive, not {self.ample_memory}")

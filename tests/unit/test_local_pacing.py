@@ -7,8 +7,10 @@ import pytest
 from local_bench import H100, MODEL, OTHER, Bench, of, request
 
 from services.local_sched.pacing import pace_part, pace_parts
+from services.local_sched.settings import LocalSettings
 from shared import engine as en
 from shared import events as ev
+from shared.errors import ConfigError
 from shared.model import Placement
 
 
@@ -62,6 +64,11 @@ def test_steps_wait_for_less_as_memory_goes():
     assert longest_for(room_bytes=5 * 10**9, held_bytes=10**10) == 0.8  # just ample
     assert longest_for(room_bytes=10**9, held_bytes=10**10) == pytest.approx(0.16)
     assert longest_for(room_bytes=0, held_bytes=10**10) == 0.0
+
+
+def test_ample_memory_is_more_than_none():
+    with pytest.raises(ConfigError, match="ample_memory must be positive, not 0"):
+        LocalSettings(ample_memory=0.0)
 
 
 def test_what_is_free_is_for_the_models_at_work_by_their_weights():

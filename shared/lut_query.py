@@ -76,20 +76,19 @@ class Lut:
         """Return this table as that of a model of the same shape under another name; numbers are shared."""
         if model == self.model:
             return self
-        return self._twin(self.device, model)
+        return self._twin(self.device, model, self.shares_pct)
 
     def on(self, device: Device) -> "Lut":
         """Return this table for a device of its type whose engines can be given other SM shares."""
         if device.sm_sizes_pct == self.device.sm_sizes_pct:
             return self
-        twin = self._twin(self.device.with_sm_sizes(device.sm_sizes_pct), self.model)
-        twin.shares_pct = np.array(device.sm_sizes_pct)
-        return twin
+        sizes_pct = device.sm_sizes_pct
+        return self._twin(self.device.with_sm_sizes(sizes_pct), self.model, np.array(sizes_pct))
 
-    def _twin(self, device: Device, model: ModelSpec) -> "Lut":
+    def _twin(self, device: Device, model: ModelSpec, shares_pct: NDArray[Any]) -> "Lut":
         fits = (self.prefill_fit, self.decode_fit)
         twin = Lut(device, model, self.axes, self.block, self.provenance, fits, like=self)
-        twin.clocks_mhz, twin.shares_pct = self.clocks_mhz, self.shares_pct
+        twin.shares_pct = shares_pct
         return twin
 
     def extrapolates(self, input_tokens: float = 0, batch: float = 1, mean_context_tokens: float = 0) -> bool:

@@ -91,9 +91,11 @@ def why_full(state: State, request: Request) -> str:
     """
     waiting = state.queue.values()
     held: dict[str, int] = {}
+    weights: dict[str, float] = {}
     for work in waiting:
-        held[work.request.tenant] = held.get(work.request.tenant, 0) + 1
-    weights = {work.request.tenant: work.request.tenant_weight for work in waiting}
+        tenant = work.request.tenant
+        held[tenant] = held.get(tenant, 0) + 1
+        weights[tenant] = work.request.tenant_weight
     if has_room(held, weights, request.tenant, request.tenant_weight, state.settings.max_queue):
         return ""
     return (

@@ -6,10 +6,7 @@ from hypothesis import strategies as st
 
 from services.local_sched.pacing import pace_part
 
-AMPLE, LONGEST = 0.5, 0.7
-
-
-MEMORY_GB = 40.0
+AMPLE, LONGEST, MEMORY_GB = 0.5, 0.7, 40.0
 
 
 @st.composite

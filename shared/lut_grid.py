@@ -140,6 +140,23 @@ class Grid:
             values.append(total)
         return values
 
+    def along(self, clock: float, share: float, x: float = 0.0) -> list[float]:
+        """Return the values at each point of the last axis; of two after the share, `x` is on the first."""
+        corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
+        axis = self._x if self._y is None else self._y
+        first = (
+            1 if self._y is None else int(self._x.cell_row(x)) + 1
+        )  # before it lies the cell before a point
+        values = [0.0] * len(axis.points)
+        for row, weight in corners:
+            cells: list[list[float]] = self._rows[row + first : row + first + len(values)].tolist()
+            for at, (cell, point) in enumerate(zip(cells, axis.points, strict=True)):
+                if self._y is None:
+                    values[at] += weight * (cell[0] + cell[1] * point)
+                else:
+                    values[at] += weight * (cell[0] + cell[1] * x + (cell[2] + cell[3] * x) * point)
+        return values
+
     def _cell(self, x: Any, y: Any) -> int:
         """Return where the coefficients of the cell of a point begin, among the rows of a pair."""
         cell: int = self._x.cell_row(x)

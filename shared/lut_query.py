@@ -123,14 +123,17 @@ class Lut:
         self, clocks_mhz: tuple[int, ...], sm_share_pct: int, row_ms: list[float]
     ) -> list[float]:
         """The same for a row of times."""
-        if sm_share_pct < self.device.sm_size_min_pct:
-            return [math.inf] * len(row_ms)
-        if not self._measured:
+        if not self._measured and sm_share_pct >= self.device.sm_size_min_pct:
             return row_ms
         return [
-            ms if self._covers(clock_mhz, sm_share_pct) else math.inf
+            ms if self._runs_at(clock_mhz, sm_share_pct) else math.inf
             for clock_mhz, ms in zip(clocks_mhz, row_ms, strict=True)
         ]
+
+    def _runs_at(self, sm_clock_mhz: int, sm_share_pct: int) -> bool:
+        if sm_share_pct < self.device.sm_size_min_pct:
+            return False
+        return not self._measured or bool(self._covers(sm_clock_mhz, sm_share_pct))
 
     def _covers(self, sm_clock_mhz: Any, sm_share_pct: Any) -> Any:
         clocks, shares = self.axes.clocks_mhz, self.axes.shares_pct
@@ -207,6 +210,20 @@ class Lut:
     ) -> list[float]:
         """`decode_power_w` at several clocks, likewise."""
         return self._decode_w.row(clocks_mhz, sm_share_pct, batch, mean_context_tokens)
+
+    def prefill_curves(self, sm_clock_mhz: int, sm_share_pct: int) -> tuple[list[float], list[float]]:
+        """`ttft_ms` and `prefill_power_w` at each input length of the table. Inf if not measured."""
+        ms = self._prefill_ms.along(sm_clock_mhz, sm_share_pct)
+        ms = ms if self._runs_at(sm_clock_mhz, sm_share_pct) else [math.inf] * len(ms)
+        return ms, self._prefill_w.along(sm_clock_mhz, sm_share_pct)
+
+    def decode_curves(
+        self, sm_clock_mhz: int, sm_share_pct: int, batch: float
+    ) -> tuple[list[float], list[float]]:
+        """`tbt_ms` and `decode_power_w` at each mean context of the table, likewise."""
+        ms = self._decode_ms.along(sm_clock_mhz, sm_share_pct, batch)
+        ms = ms if self._runs_at(sm_clock_mhz, sm_share_pct) else [math.inf] * len(ms)
+        return ms, self._decode_w.along(sm_clock_mhz, sm_share_pct, batch)
 
     @overload
     def request_latency_ms(

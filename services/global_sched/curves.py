@@ -4,11 +4,9 @@ A dispatch asks a table for the same few operating points and batches again and 
 differ. So what is kept is, per point and batch, one curve over the length: start and slope of each cell.
 """
 
+import math
 from bisect import bisect_right
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
 
 from shared.lut import Lut
 
@@ -78,8 +76,6 @@ class Curves:
         self._whole = whole
         self.inputs = Axis(lut.axes.input_tokens)
         self.contexts = Axis(lut.axes.context_tokens)
-        self._input_points = np.array(lut.axes.input_tokens)
-        self._context_points = np.array(lut.axes.context_tokens)
         self._prefill: dict[tuple[int, int], Curve] = {}
         self._decode: dict[tuple[int, int, int], Curve] = {}
 
@@ -88,9 +84,8 @@ class Curves:
         key = (clock_mhz, share_pct)
         curve = self._prefill.get(key)
         if curve is None:
-            at = (*key, self._input_points)
-            power_w = self.lut.prefill_power_w(*at) if self.lut.device.has_meter else None
-            curve = self._prefill[key] = self._curve(self.lut.ttft_ms(*at), power_w, share_pct, 1)
+            ms, power_w = self.lut.prefill_curves(clock_mhz, share_pct)
+            curve = self._prefill[key] = self._curve(ms, power_w, share_pct, 1)
         return curve
 
     def decode(self, clock_mhz: int, share_pct: int, batch: int) -> Curve:
@@ -100,20 +95,16 @@ class Curves:
         if curve is None:
             if len(self._decode) >= CURVES_KEPT:
                 self._decode.clear()
-            at = (*key, self._context_points)
-            power_w = self.lut.decode_power_w(*at) if self.lut.device.has_meter else None
-            curve = self._decode[key] = self._curve(self.lut.tbt_ms(*at), power_w, share_pct, batch)
+            ms, power_w = self.lut.decode_curves(clock_mhz, share_pct, batch)
+            curve = self._decode[key] = self._curve(ms, power_w, share_pct, batch)
         return curve
 
-    def _curve(self, ms: Any, power_w: Any, share_pct: int, batch: int) -> Curve:
-        runs = bool(np.isfinite(ms).all())
-        times = ms.tolist()
-        if power_w is None:
-            powers = [0.0] * len(times)
-        elif self._whole:
-            powers = power_w.tolist()
-        else:
+    def _curve(self, ms: list[float], power_w: list[float], share_pct: int, batch: int) -> Curve:
+        if not self.lut.device.has_meter:
+            power_w = [0.0] * len(ms)
+        elif not self._whole:
             not_ours_w = self.lut.device.static_w * (1.0 - share_pct / 100.0)
-            powers = ((power_w - not_ours_w) / batch).tolist()
-        flat = [0.0] * len(times)  # where it cannot run, a time is infinite and does not rise further
-        return Curve(times, _slopes(times, True) if runs else flat, powers, _slopes(powers, False))
+            power_w = [(each_w - not_ours_w) / batch for each_w in power_w]
+        # where it cannot run, a time is infinite and does not rise further
+        slopes = _slopes(ms, True) if all(map(math.isfinite, ms)) else [0.0] * len(ms)
+        return Curve(ms, slopes, power_w, _slopes(power_w, False))

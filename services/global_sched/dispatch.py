@@ -7,12 +7,11 @@ serve late). `decide` looks at all GPUs, one by one; `pools.py` finds the same a
 
 import math
 from collections.abc import Iterable, Sequence
-
-from msgspec.structs import replace
+from dataclasses import dataclass, replace
 
 from services.global_sched.estimate import Candidate, CurvesOf, Work, estimate, feasible
 from services.global_sched.view import GpuView
-from shared.model import Objectives, Struct
+from shared.model import Objectives
 
 
 def least_energy(candidates: Iterable[Candidate], objectives: Objectives, tie: float) -> Candidate | None:
@@ -70,7 +69,8 @@ def late_rank(c: Candidate, objectives: Objectives) -> tuple[bool, bool, bool, f
     return never, not c.keeps_others, jerky, c.ttft_ms, -c.free_bytes, c.gpu
 
 
-class Decision(Struct):
+@dataclass(init=False)  # one that is made for it stays interpreted where the rest is compiled
+class Decision:
     """The chosen candidate, and by which rule.
 
     ``reason`` is ``least_energy``, ``lowest_latency`` (no meter), ``f_max``, or ``best_effort``: not in time;
@@ -79,7 +79,10 @@ class Decision(Struct):
 
     candidate: Candidate
     reason: str
-    seen: tuple[Candidate, ...] = ()
+    seen: tuple[Candidate, ...]
+
+    def __init__(self, candidate: Candidate, reason: str, seen: tuple[Candidate, ...] = ()) -> None:
+        self.candidate, self.reason, self.seen = candidate, reason, seen
 
 
 def decide(views: Sequence[GpuView], work: Work, curves_of: CurvesOf, now_ms: float, tie: float) -> Decision:

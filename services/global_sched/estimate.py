@@ -8,10 +8,11 @@ multiplications per GPU. Infeasible is a result, and no exception.
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.global_sched.curves import Curve, Curves
 from services.global_sched.view import GpuView
-from shared.model import Objectives, Struct
+from shared.model import Objectives
 from shared.silicon import contention
 
 CurvesOf = Callable[[str, str], Curves | None]
@@ -21,7 +22,8 @@ IN_CHUNKS = 1.1
 """Prompts that wait are computed in chunks, with decodes between: so much longer than in one step."""
 
 
-class Work(Struct):
+@dataclass(init=False)  # one that is made for it stays interpreted where the rest is compiled
+class Work:
     """A request as the dispatcher sees it.
 
     Args:
@@ -36,6 +38,12 @@ class Work(Struct):
     waited_ms: float
     objectives: Objectives
 
+    def __init__(
+        self, model: str, input_tokens: int, output_tokens: int, waited_ms: float, objectives: Objectives
+    ) -> None:
+        self.model, self.input_tokens, self.output_tokens = model, input_tokens, output_tokens
+        self.waited_ms, self.objectives = waited_ms, objectives
+
     @property
     def mean_tokens(self) -> float:
         """Context in the middle of its decode."""
@@ -47,7 +55,8 @@ class Work(Struct):
         return self.objectives.ttft_ms - self.waited_ms
 
 
-class Candidate(Struct):
+@dataclass(init=False)
+class Candidate:
     """One GPU with what a request would meet there at one clock.
 
     Args:
@@ -70,7 +79,24 @@ class Candidate(Struct):
     latency_ms: float
     free_bytes: int
     sm_share_pct: int
-    sm_clock_mhz: int = 0
+    sm_clock_mhz: int
+
+    def __init__(
+        self,
+        gpu: str,
+        available_ms: float,
+        ttft_ms: float,
+        tbt_ms: float,
+        keeps_others: bool,
+        energy_j: float | None,
+        latency_ms: float,
+        free_bytes: int,
+        sm_share_pct: int,
+        sm_clock_mhz: int = 0,
+    ) -> None:
+        self.gpu, self.available_ms, self.ttft_ms, self.tbt_ms = gpu, available_ms, ttft_ms, tbt_ms
+        self.keeps_others, self.energy_j, self.latency_ms = keeps_others, energy_j, latency_ms
+        self.free_bytes, self.sm_share_pct, self.sm_clock_mhz = free_bytes, sm_share_pct, sm_clock_mhz
 
 
 def feasible(candidate: Candidate, objectives: Objectives) -> bool:
@@ -82,7 +108,7 @@ def feasible(candidate: Candidate, objectives: Objectives) -> bool:
     )
 
 
-class Stance(Struct):
+class Stance:
     """A GPU at one clock and share, for the next request of a model; none of it depends on the request.
 
     Args:
@@ -95,22 +121,30 @@ class Stance(Struct):
         late_ms: time that those left out take.
     """
 
-    curves: Curves
-    clock_mhz: int
-    share_pct: int
-    prefill: Curve
-    decode: Curve
-    running_tokens: int
-    batch: int
-    joining: int
-    bandwidth: float
-    compute: float
-    tightest_tbt_ms: float
-    keeps_beside: bool
-    due_ms: list[float]
-    computed_ms: list[float]
-    late_ms: float
-    heard_ms: float
+    def __init__(
+        self,
+        curves: Curves,
+        clock_mhz: int,
+        share_pct: int,
+        prefill: Curve,
+        decode: Curve,
+        running_tokens: int,
+        batch: int,
+        joining: int,
+        bandwidth: float,
+        compute: float,
+        tightest_tbt_ms: float,
+        keeps_beside: bool,
+        due_ms: list[float],
+        computed_ms: list[float],
+        late_ms: float,
+        heard_ms: float,
+    ) -> None:
+        self.curves, self.clock_mhz, self.share_pct, self.prefill = curves, clock_mhz, share_pct, prefill
+        self.decode, self.running_tokens, self.batch, self.joining = decode, running_tokens, batch, joining
+        self.bandwidth, self.compute, self.tightest_tbt_ms = bandwidth, compute, tightest_tbt_ms
+        self.keeps_beside, self.due_ms, self.computed_ms = keeps_beside, due_ms, computed_ms
+        self.late_ms, self.heard_ms = late_ms, heard_ms
 
     @property
     def room_tokens(self) -> float:

@@ -4,7 +4,6 @@ The paper polls every local scheduler per request; here summaries arrive by them
 looks them up. Between two summaries the scheduler's own reservations keep a burst from piling up on one GPU.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,15 +13,12 @@ if TYPE_CHECKING:
     from services.global_sched.estimate import Stance
 
 
-@dataclass(frozen=True, slots=True)
 class Reservation:
     """One dispatch that the GPU's summaries do not count yet: its memory, and its prompt, due at `due_ms`."""
 
-    model: str
-    kv_bytes: int
-    input_tokens: int
-    due_ms: float
-    sent_ms: float
+    def __init__(self, model: str, kv_bytes: int, input_tokens: int, due_ms: float, sent_ms: float) -> None:
+        self.model, self.kv_bytes, self.input_tokens = model, kv_bytes, input_tokens
+        self.due_ms, self.sent_ms = due_ms, sent_ms
 
 
 @dataclass(slots=True)
@@ -39,8 +35,8 @@ class GpuView:
     heard_ms: float
     engines: dict[str, EngineSummary] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    reserved_requests: Counter[str] = field(default_factory=Counter)  # by model
-    reserved_bytes_of: Counter[str] = field(default_factory=Counter)  # by model
+    reserved_requests: dict[str, int] = field(default_factory=dict)  # by model
+    reserved_bytes_of: dict[str, int] = field(default_factory=dict)  # by model
     ready_ms: dict[str, float] = field(default_factory=dict)
     stances: "dict[str, dict[tuple[int, bool], Stance]]" = field(default_factory=dict)
     beside: dict[tuple[str, int, int], tuple[float, float, bool]] = field(default_factory=dict)
@@ -59,7 +55,7 @@ class GpuView:
 
     def queued(self, model: str) -> int:
         """Requests that wait for a model's engine, dispatches not yet in its summary included."""
-        return self.engines[model].queued + self.reserved_requests[model]
+        return self.engines[model].queued + self.reserved_requests.get(model, 0)
 
     def available(self, model: str, kv_bytes: int, now_ms: float) -> tuple[float, int]:
         """Return (T_avail in ms from now, SM share in percent that the model's engine can use then).
@@ -100,9 +96,13 @@ class GpuView:
     def _reserved_beside(self, engine: EngineSummary) -> int:
         """Return the bytes reserved in the memory an engine draws from: its own pool, or the device's."""
         if engine.staircase:
-            return self.reserved_bytes_of[engine.model]
-        own_pools = (name for name, other in self.engines.items() if other.staircase)
-        return self.reserved_bytes - sum(self.reserved_bytes_of[name] for name in own_pools)
+            return self.reserved_bytes_of.get(engine.model, 0)
+        reserved_bytes = self.reserved_bytes
+        if reserved_bytes:
+            for name, other in self.engines.items():
+                if other.staircase:  # a pool of its own
+                    reserved_bytes -= self.reserved_bytes_of.get(name, 0)
+        return reserved_bytes
 
     def prefills(self, model: str) -> list[tuple[float, float, int, int]]:
         """Return what a model's engine has to prefill, dispatches not yet in its summary included.
@@ -111,7 +111,7 @@ class GpuView:
         """
         heard_ms = self.heard_ms
         waiting = [(heard_ms + p.due_ms, heard_ms, p.count, p.tokens) for p in self.engines[model].prefills]
-        if self.reserved_requests[model]:
+        if self.reserved_requests.get(model):
             mine = (r for r in self.reservations.values() if r.model == model)
             waiting += [(r.due_ms, r.sent_ms, 1, r.input_tokens) for r in mine]
         waiting.sort()
@@ -128,23 +128,24 @@ class GpuView:
         """Count a dispatch until the summary does; returns its number, from 1 on."""
         self.last_seq += 1
         self.reservations[self.last_seq] = reservation
-        self.reserved_requests[reservation.model] += 1
-        self.reserved_bytes_of[reservation.model] += reservation.kv_bytes
-        self.reserved_bytes += reservation.kv_bytes
-        self.stances.pop(reservation.model, None)
+        self._count(reservation.model, 1, reservation.kv_bytes)
         return self.last_seq
 
     def drop(self, seqs: list[int]) -> None:
         """Stop counting these dispatches."""
         for seq in seqs:
             gone = self.reservations.pop(seq)
-            self.reserved_requests[gone.model] -= 1
-            self.reserved_bytes_of[gone.model] -= gone.kv_bytes
-            self.reserved_bytes -= gone.kv_bytes
-            self.stances.pop(gone.model, None)
+            self._count(gone.model, -1, -gone.kv_bytes)
         if not self.reservations:
             self.reserved_requests.clear()
             self.reserved_bytes_of.clear()
+
+    def _count(self, model: str, requests: int, kv_bytes: int) -> None:
+        """So many more are reserved; how it stands for the model's next request is to be found anew."""
+        self.reserved_requests[model] = self.reserved_requests.get(model, 0) + requests
+        self.reserved_bytes_of[model] = self.reserved_bytes_of.get(model, 0) + kv_bytes
+        self.reserved_bytes += kv_bytes
+        self.stances.pop(model, None)
 
     def forget_stances(self) -> None:
         """Its state, or something else that they were made from, has changed."""

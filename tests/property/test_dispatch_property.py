@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from support import gpu_summary
 
 from services.global_sched.core import GlobalSchedCore

@@ -1,10 +1,10 @@
 """The three phases of dispatch (3.3), with the numbers of Figure 6, and one GPU's estimate by hand."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
-from msgspec.structs import replace
 from support import gpu_summary
 
 from services.global_sched.curves import Curves

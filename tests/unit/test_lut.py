@@ -208,3 +208,10 @@ def test_a_row_holds_the_numbers_at_its_clocks(share_pct):
         assert TABLE.decode_row_w(clocks_mhz, *decode) == decode_w
         prefill_w = [TABLE.prefill_power_w(mhz, *prefill) for mhz in clocks_mhz]
         assert TABLE.prefill_row_w(clocks_mhz, *prefill) == prefill_w
+        ms, power_w = TABLE.decode_curves(1070, share_pct, batch)
+        contexts = TABLE.axes.context_tokens
+        assert ms == [TABLE.tbt_ms(1070, share_pct, batch, tokens) for tokens in contexts]
+        assert power_w == [TABLE.decode_power_w(1070, share_pct, batch, tokens) for tokens in contexts]
+    ms, power_w = TABLE.prefill_curves(1070, share_pct)
+    assert ms == [TABLE.ttft_ms(1070, share_pct, tokens) for tokens in TABLE.axes.input_tokens]
+    assert power_w == [TABLE.prefill_power_w(1070, share_pct, tokens) for tokens in TABLE.axes.input_tokens]

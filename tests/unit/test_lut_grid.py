@@ -64,6 +64,14 @@ def test_arrays_are_as_numbers_are(points: list[tuple[float, ...]], alone: set[i
         assert value == OPEN(*(row[i].item() for row in rows))
 
 
+@settings(max_examples=60, deadline=None)
+@given(CLOCK, SHARE, BATCH)
+def test_values_along_the_last_axis_are_as_numbers_are(clock: float, share: float, batch: float) -> None:
+    for grid in (OPEN, CLOSED):
+        assert grid.along(clock, share, batch) == [grid(clock, share, batch, tokens) for tokens in TOKENS]
+    assert LINES.along(clock, share) == [2.0, 4.0, 12.0]
+
+
 def test_columns_and_rows_broadcast_and_many_rows_are_no_different() -> None:
     clocks, shares = np.array(CLOCKS)[:, None], np.array(SHARES)
     assert OPEN(clocks, shares, 5, 700).shape == (4, 3)

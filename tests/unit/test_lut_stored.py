@@ -146,6 +146,10 @@ def test_a_measured_table_answers_only_where_it_was_measured() -> None:
             table.ttft_ms(clock, share, 100)
     at = np.array([345, 975, 1635, 1980])
     assert np.isinf(table.ttft_ms(at, 100, 300)).tolist() == [True, False, False, True]
+    for clock, share in ((1305, 50), (1980, 100)):
+        for ms, _ in (table.prefill_curves(clock, share), table.decode_curves(clock, share, 1)):
+            assert set(ms) == {math.inf}
+    assert math.inf not in table.prefill_curves(1305, 100)[0]
     assert table.best_point(300, 10, Objectives(ttft_ms=1e4, tbt_ms=1e4)) == (1635, 100)
 
 

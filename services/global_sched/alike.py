@@ -10,7 +10,7 @@ Bounds only widen as members come; once a look into a group was in vain, they ar
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,19 +207,22 @@ class Groups:
             self._absent_j[member.group] = np.inf
             self._bounds[:, member.group] = NOTHING
 
-    def in_order(self, group: int) -> Iterator[Member]:
-        """Yield a group's members, the most free memory first, putting right what has less by now."""
-        members, at = self.members[group], 0
-        while at < len(members):
-            member = members[at][2]
-            if member.view.free_bytes < member.free_bytes:
-                del members[at]
-                member.free_bytes = member.view.free_bytes
-                insort(members, (*member.place, member))
-                self._most_free[group] = -members[0][0]
-                continue
-            yield member
-            at += 1
+    def member_at(self, group: int, place: int) -> Member | None:
+        """Return the member with the most free memory, the next, and so on; None after the last.
+
+        What has less by now is put right on the way.
+        """
+        members = self.members[group]
+        while place < len(members):
+            member = members[place][2]
+            free_bytes = member.view.free_bytes
+            if free_bytes >= member.free_bytes:
+                return member
+            del members[place]
+            member.free_bytes = free_bytes
+            insort(members, (*member.place, member))
+            self._most_free[group] = -members[0][0]
+        return None
 
     def tighten(self, group: int, clock: int) -> None:
         """Make a group's bounds exact."""

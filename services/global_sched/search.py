@@ -5,7 +5,7 @@ cannot be better even at its bounds. Only a request that nobody can serve in tim
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,10 +72,11 @@ class Search:
             and self._is_usable(member)
         )
 
-    def _fitting(self, groups: Groups, asked: Asked, group: int) -> Iterator[Candidate]:
-        """Yield the feasible candidates of a group, the most free memory first."""
-        work, now_ms = self._work, self._now_ms
-        for member in groups.in_order(group):
+    def _best_of(self, groups: Groups, asked: Asked, group: int, earliest: bool = False) -> Candidate | None:
+        """Return the feasible candidate of a group with the most free memory; or the earliest, of these."""
+        work, now_ms, best, place = self._work, self._now_ms, None, 0
+        while (member := groups.member_at(group, place)) is not None:
+            place += 1
             if not self._usable(member, asked.kv_bytes):
                 continue
             self._looked_at.append(member)
@@ -85,7 +86,10 @@ class Search:
             if in_time and queue_ms + prefill_ms <= work.left_ms + SLACK:
                 candidate = self._meet(member, asked.kv_bytes)
                 if candidate is not None and feasible(candidate, work.objectives):
-                    yield candidate
+                    if not earliest or candidate.available_ms == 0.0:
+                        return candidate
+                    best = candidate if best is None else min(best, candidate, key=earlier)
+        return best
 
     def least_energy(self, tie: float) -> Candidate | None:
         """Phases one and two: as `dispatch.least_energy`."""
@@ -96,12 +100,12 @@ class Search:
             cost_j = groups.energies_j(asked)
             costs.append((groups, asked, cost_j))
             in_vain = 0
-            while len(cost_j) and cost_j[group := int(cost_j.argmin())] < least_j * ROUNDING:
+            while len(cost_j) and cost_j.item(group := int(cost_j.argmin())) < least_j * ROUNDING:
                 cost_j[group] = math.inf  # it is looked into now
                 if groups.may_serve(asked, group, PRESENT):
-                    found = next(self._fitting(groups, asked, group), None)
+                    found = self._best_of(groups, asked, group)
                     if found is not None and found.energy_j is not None:
-                        firsts.append((found.energy_j, found))
+                        firsts.append(found)
                         least_j = min(least_j, found.energy_j)
                         continue
                     groups.tighten(group, PRESENT)
@@ -110,24 +114,27 @@ class Search:
                     cost_j[~groups.that_may_serve(asked, PRESENT)] = math.inf
         if not firsts:
             return None
-        bound_j = least_j * (1.0 + tie)
-        best = min((found for energy_j, found in firsts if energy_j <= bound_j), key=roomier)
-        return self._roomiest(costs, best, bound_j)
+        return self._roomiest(costs, firsts, least_j * (1.0 + tie))
 
     def _roomiest(
-        self, costs: list[tuple[Groups, Asked, NDArray[np.float32]]], best: Candidate, bound_j: float
+        self,
+        costs: list[tuple[Groups, Asked, NDArray[np.float32]]],
+        firsts: list[Candidate],
+        bound_j: float,
     ) -> Candidate:
         """Return the feasible candidate with the most free memory of those that take at most so much.
 
         Args:
-            best: that of the groups looked into already.
+            firsts: those of the groups looked into already, at least one within the bound.
         """
+        tied = [found for found in firsts if found.energy_j is not None and found.energy_j <= bound_j]
+        best = tied[0] if len(tied) == 1 else min(tied, key=roomier)
         for groups, asked, cost_j in costs:
             for most_bytes, group in groups.by_memory(cost_j <= bound_j * ROUNDING):
                 if most_bytes < best.free_bytes:
                     break
                 if groups.may_serve(asked, group, PRESENT):
-                    found = next(self._fitting(groups, asked, group), None)
+                    found = self._best_of(groups, asked, group)
                     if found is not None and found.energy_j is not None and found.energy_j <= bound_j:
                         best = min(best, found, key=roomier)
         return best
@@ -141,13 +148,11 @@ class Search:
             for most_bytes, group in groups.by_memory(groups.that_may_serve(asked, BOOSTED)):
                 if best is not None and best.available_ms == 0.0 and most_bytes < best.free_bytes:
                     break
-                found = None
-                for found in self._fitting(groups, asked, group):
-                    best = found if best is None else min(best, found, key=earlier)
-                    if found.available_ms == 0.0:
-                        break
+                found = self._best_of(groups, asked, group, earliest=True)
                 if found is None:
                     groups.tighten(group, BOOSTED)
+                else:
+                    best = found if best is None else min(best, found, key=earlier)
         return best
 
     def soonest(self) -> Candidate | None:
@@ -167,7 +172,9 @@ class Search:
             ttft_ms = self._work.waited_ms + first_ms - self._now_ms
             if least is not None and not any(least[:3]) and ttft_ms > least[3] + SLACK:
                 break
-            for member in groups.in_order(group):
+            place = 0
+            while (member := groups.member_at(group, place)) is not None:
+                place += 1
                 found = self._meet(member, asked.kv_bytes) if self._usable(member, asked.kv_bytes) else None
                 if found is None:
                     continue

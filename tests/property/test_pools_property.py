@@ -1,5 +1,7 @@
 """Dispatch among many GPUs against looking at each: after any changes the same GPU, for the same reason."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,7 +176,7 @@ def test_a_pool_finds_what_looking_at_each_gpu_finds(cluster, script, last):
         twin.now_ms += gap_ms
         getattr(twin, act)(index, value)
     twin.dispatch(0, last)
-    twin.dispatch(0, replace(last, input_tokens=last.input_tokens // 3 + 1))
+    twin.dispatch(0, dataclasses.replace(last, input_tokens=last.input_tokens // 3 + 1))
 
 
 @settings(max_examples=100, deadline=None)

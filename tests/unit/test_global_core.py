@@ -188,11 +188,14 @@ class TestPlacing:
                 self.request_bytes = self._real.request_bytes
                 self.axes = self._real.axes
 
-            def ttft_ms(self, clock, share, tokens):
-                return self._factor * self._real.ttft_ms(1155, share, tokens)
+            def prefill_curves(self, clock, share):
+                return self._slower(*self._real.prefill_curves(1155, share))
 
-            def tbt_ms(self, clock, share, batch, context):
-                return self._factor * self._real.tbt_ms(1155, share, batch, context)
+            def decode_curves(self, clock, share, batch):
+                return self._slower(*self._real.decode_curves(1155, share, batch))
+
+            def _slower(self, ms, power_w):
+                return [self._factor * each_ms for each_ms in ms], power_w
 
         made = GlobalSchedCore("s1", GlobalSettings(), lambda gpu_type, _: Unmetered(gpu_type))
         made.step(0.0, ev.ModelRegistered(model=A))

@@ -71,28 +71,23 @@ class Bench:
         self.load_ms = event.load_ms
 
     async def measure(self, point: Point) -> Measured:
-        """Measure a point until its confidence interval is narrow, or its effort spent."""
+        """Measure a point until its confidence interval is narrow, or its effort spent.
+
+        A batch that has grown past the point's context meanwhile is begun anew.
+        """
         await self._set_clock(point.sm_clock_mhz)
         self._share_pct = point.sm_share_pct
-        if point.phase == PREFILL:
-            await self._stop_all()
-        elif not self._running.serves(point):
-            await self._start_batch(point)
-        take = self._prefills if point.phase == PREFILL else self._decodes
         repeats: list[float] = []
-        joules, contexts = 0.0, []
-        metered = False
-        before = self._lab.meter()
+        contexts: list[float] = []
+        windows = []
         while not self._effort.enough(repeats):
-            got = await take(point, self._effort.least)
-            repeats += got.ms
-            contexts.append(got.context_tokens)
-            metered = got.energy_j is not None
-            joules += got.energy_j or 0.0
-        after = self._lab.meter()
-        spent_ms = sum(repeats)
-        if before is not None and after is not None:  # the device's own counter, over the whole window
-            metered, joules, spent_ms = True, after[0] - before[0], after[1] - before[1]
+            if point.phase == PREFILL:
+                await self._stop_all()
+            elif not self._running.serves(point):
+                await self._start_batch(point)
+            windows.append(await self._window(point, repeats, contexts))
+        joules = [window_j for window_j, _ in windows if window_j is not None]
+        spent_ms = sum([window_ms for _, window_ms in windows])
         found = estimate(repeats)
         return Measured(
             phase=point.phase,
@@ -104,10 +99,36 @@ class Bench:
             repeats_ms=tuple(round(ms, 4) for ms in repeats),
             latency_ms=found.ms,
             context_tokens=0.0 if point.phase == PREFILL else sum(contexts) / len(contexts),
-            power_w=1000.0 * joules / spent_ms if metered else None,
+            power_w=1000.0 * sum(joules) / spent_ms if len(joules) == len(windows) else None,
             outliers=found.outliers,
             precise=found.half_width <= self._effort.precision,
         )
+
+    async def _window(
+        self, point: Point, repeats: list[float], contexts: list[float]
+    ) -> tuple[float | None, float]:
+        """Add repeats until there are enough, or the batch serves the point no longer.
+
+        Returns:
+            (joules, ms) meanwhile, by the device's own counter where it has one; else what the engine tells
+            of its steps, and their time. The joules are None without a meter.
+        """
+        take = self._prefills if point.phase == PREFILL else self._decodes
+        begun, told_j = len(repeats), None
+        before = self._lab.meter()
+        while True:
+            got = await take(point, self._effort.least)
+            repeats += got.ms
+            contexts.append(got.context_tokens)
+            if got.energy_j is not None:
+                told_j = (told_j or 0.0) + got.energy_j
+            drifted = point.phase == DECODE and not self._running.serves(point)
+            if drifted or self._effort.enough(repeats):
+                break
+        after = self._lab.meter()
+        if before is None or after is None:
+            return told_j, sum(repeats[begun:])
+        return after[0] - before[0], after[1] - before[1]
 
     # ---- the two phases
 

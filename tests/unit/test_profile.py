@@ -84,6 +84,17 @@ def test_the_batch_that_runs_serves_the_smaller_ones(tmp_path: Path) -> None:
     assert 256 <= by_batch[4] < by_batch[1] < 256 + 16  # its oldest request went on
 
 
+def test_a_batch_that_has_outgrown_the_context_is_begun_anew() -> None:
+    async def run() -> Measured:
+        bench = Bench(VirtualLab(H100), QWEN, Effort(precision=0.0, least=5, most=100))
+        await bench.load(0)
+        return await bench.measure(Point(DECODE, 64, 4, 1005, 100))
+
+    found = asyncio.run(run())
+    assert len(found.repeats_ms) == 100
+    assert 64 < found.context_tokens <= 64 + 16 + 5 / 2, "a take begins within 16 tokens of it"
+
+
 def test_a_resumed_profile_measures_only_what_is_missing(tmp_path: Path) -> None:
     whole, first = measured(tmp_path, GRID)
     lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)

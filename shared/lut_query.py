@@ -1,4 +1,4 @@
-"""What the schedulers ask of a look-up table (3.2): latency, power, energy, memory, and the points to choose.
+"""What the schedulers ask of a look-up table (3.2): latency, power, energy, memory, and the least shares.
 
 Grids over (SM clock, SM share, input tokens) for prefill and (SM clock, SM share, batch, mean context tokens)
 for decode, linear between their points. They hold for an engine that has the device to itself; side by side
@@ -16,7 +16,7 @@ from shared.devices import Device
 from shared.errors import LutMiss
 from shared.lut_grid import Grid
 from shared.lut_table import Axes, Provenance, Regression, Stored
-from shared.model import ModelSpec, Objectives
+from shared.model import ModelSpec
 
 CLOCK_FLOOR_MHZ = 795  # lowest clock worth choosing: below it the voltage falls no further (3.2.1)
 PROFILED_TOKENS = 8192  # longest input of the sweep of 3.2.1; longer ones are extrapolated
@@ -317,41 +317,6 @@ class Lut:
             if self._prefill_ms(sm_clock_mhz, share_pct, input_tokens) <= deadline_ms:
                 return share_pct
         return None
-
-    def best_point(
-        self, input_tokens: float, output_tokens: float, objectives: Objectives, batch: float = 1
-    ) -> tuple[int, int] | None:
-        """The (clock, share) of least energy per request that meets both objectives; None if there is none.
-
-        Of equal points the lowest clock, then the smallest share. Without a meter, the one of least latency.
-        """
-        clocks, shares = self.clocks_mhz[:, None], self.shares_pct[None, :]
-        meets = self._meets(input_tokens, output_tokens, objectives, batch)
-        if not meets.any():
-            return None
-        cost_of = self.request_energy_j if self.device.has_meter else self.request_latency_ms
-        costs = np.where(meets, cost_of(clocks, shares, input_tokens, output_tokens, batch), np.inf)
-        clock, share = np.unravel_index(int(np.argmin(costs)), costs.shape)
-        return int(self.clocks_mhz[clock]), int(self.shares_pct[share])
-
-    def least_point(
-        self, input_tokens: float, output_tokens: float, objectives: Objectives, batch: float = 1
-    ) -> tuple[int, int] | None:
-        """The lowest clock at which some share meets both objectives, and the smallest such share."""
-        meets = self._meets(input_tokens, output_tokens, objectives, batch)
-        if not meets.any():
-            return None
-        clock = int(np.argmax(meets.any(axis=1)))
-        return int(self.clocks_mhz[clock]), int(self.shares_pct[np.argmax(meets[clock])])
-
-    def _meets(
-        self, input_tokens: float, output_tokens: float, objectives: Objectives, batch: float
-    ) -> NDArray[np.bool_]:
-        """Whether each (clock, share) that can be chosen meets both objectives."""
-        clocks, shares = self.clocks_mhz[:, None], self.shares_pct[None, :]
-        tbt_ms = self.tbt_ms(clocks, shares, batch, input_tokens + output_tokens / 2)
-        on_time = self.ttft_ms(clocks, shares, input_tokens) <= objectives.ttft_ms
-        return np.asarray(on_time & (tbt_ms <= objectives.tbt_ms))
 
     @property
     def stored(self) -> Stored:

@@ -25,6 +25,7 @@ from shared import lut
 from shared.catalog import entries
 from shared.devices import device_for
 from shared.errors import FestinaError
+from shared.lut_points import best_point, least_point
 from shared.model import ModelSpec
 from shared.slo import objectives_for
 
@@ -225,15 +226,15 @@ def _heat_of(table: lut.Lut) -> dict[str, Any]:
         "shares_pct": table.shares_pct.tolist(),
         "energy": np.round(energy / energy.min(), 3).tolist(),
         "least_j": round(float(energy.min()), 3),
-        "best": table.best_point(tokens, output, objectives_for(tokens), batch),
+        "best": best_point(table, tokens, output, objectives_for(tokens), batch),
     }
 
 
 def _chosen_of(table: lut.Lut, tokens: int) -> dict[str, Any]:
     _, output, batch = lut_print.REQUEST
     objectives = objectives_for(tokens)
-    best = table.best_point(tokens, output, objectives, batch)
-    least = table.least_point(tokens, output, objectives, batch)
+    best = best_point(table, tokens, output, objectives, batch)
+    least = least_point(table, tokens, output, objectives, batch)
     chosen: dict[str, Any] = {"input_tokens": tokens, "ttft_objective_ms": objectives.ttft_ms}
     chosen |= {"best": best, "least": least, "ttft_ms": None, "tbt_ms": None, "energy_j": None}
     if best:

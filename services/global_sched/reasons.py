@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from services.global_sched.dispatch import Decision
 from services.global_sched.estimate import Candidate, Work
 from services.global_sched.fleet import Start
+from shared.lut_points import best_point
 from shared.model import Struct
 
 MOST = 8  # candidates told of
@@ -75,7 +76,7 @@ def activation(work: Work, starts: Sequence[Start]) -> dict[str, object]:
         (start.lut.request_energy_j(*point, work.input_tokens, work.output_tokens), point, start)
         for start in starts
         if start.lut.device.has_meter
-        and (point := start.lut.best_point(work.input_tokens, work.output_tokens, work.objectives))
+        and (point := best_point(start.lut, work.input_tokens, work.output_tokens, work.objectives))
     ]
     if best:
         _, (clock_mhz, share_pct), start = min(best, key=lambda each: each[0])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shared import devices, lut, silicon
 from shared.catalog import entries
 from shared.errors import LutRefused
+from shared.lut_points import best_point
 from shared.model import Objectives
 
 H100 = devices.device_for("h100-80gb")
@@ -107,7 +108,7 @@ def test_best_point_is_the_best_of_all_points(
         if entry.ttft_ms(clock, share, input_tokens) <= ttft_ms
         and entry.tbt_ms(clock, share, batch, context) <= tbt_ms
     }
-    best = entry.best_point(input_tokens, output_tokens, Objectives(ttft_ms=ttft_ms, tbt_ms=tbt_ms), batch)
+    best = best_point(entry, input_tokens, output_tokens, Objectives(ttft_ms=ttft_ms, tbt_ms=tbt_ms), batch)
     if best is None:
         assert not energies
     else:

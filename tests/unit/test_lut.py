@@ -8,6 +8,7 @@ import pytest
 from shared import devices, lut, silicon
 from shared.catalog import emulated_models, entries
 from shared.errors import ConfigError
+from shared.lut_points import best_point
 from shared.model import ModelSpec, Objectives
 
 H100 = devices.device_for("h100-80gb")
@@ -137,10 +138,10 @@ def test_the_least_share_is_the_first_that_meets_the_deadline() -> None:
 
 
 def test_best_point_or_none() -> None:
-    assert TABLE.best_point(1024, 128, Objectives(ttft_ms=1.0, tbt_ms=100.0)) is None
-    assert TABLE.best_point(1024, 128, Objectives(ttft_ms=1000.0, tbt_ms=1.0)) is None
-    tight = TABLE.best_point(1024, 128, Objectives(ttft_ms=30.0, tbt_ms=100.0))
-    loose = TABLE.best_point(1024, 128, Objectives(ttft_ms=1000.0, tbt_ms=100.0))
+    assert best_point(TABLE, 1024, 128, Objectives(ttft_ms=1.0, tbt_ms=100.0)) is None
+    assert best_point(TABLE, 1024, 128, Objectives(ttft_ms=1000.0, tbt_ms=1.0)) is None
+    tight = best_point(TABLE, 1024, 128, Objectives(ttft_ms=30.0, tbt_ms=100.0))
+    loose = best_point(TABLE, 1024, 128, Objectives(ttft_ms=1000.0, tbt_ms=100.0))
     assert tight is not None and loose is not None
     assert TABLE.ttft_ms(*tight, 1024) <= 30.0
     assert TABLE.request_energy_j(*loose, 1024, 128) < TABLE.request_energy_j(*tight, 1024, 128)
@@ -155,8 +156,8 @@ def test_a_device_without_clocks_shares_or_meter() -> None:
     )
     assert CPU_TABLE.tbt_ms(np.array([0, 0]), 100, 4, 512).tolist() == [CPU_TABLE.tbt_ms(0, 100, 4, 512)] * 2
     assert math.isnan(CPU_TABLE.request_energy_j(0, 100, 100, 10))
-    assert CPU_TABLE.best_point(100, 10, Objectives(ttft_ms=1e9, tbt_ms=1e9)) == (0, 100)
-    assert CPU_TABLE.best_point(100, 10, Objectives(ttft_ms=1.0, tbt_ms=1e9)) is None
+    assert best_point(CPU_TABLE, 100, 10, Objectives(ttft_ms=1e9, tbt_ms=1e9)) == (0, 100)
+    assert best_point(CPU_TABLE, 100, 10, Objectives(ttft_ms=1.0, tbt_ms=1e9)) is None
 
 
 def test_the_catalog_has_43_models_whose_shapes_agree_with_their_sizes() -> None:

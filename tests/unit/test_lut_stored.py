@@ -10,6 +10,7 @@ from shared import lut, lut_table
 from shared.catalog import emulated_models
 from shared.devices import device_for
 from shared.errors import LutMiss, LutRefused
+from shared.lut_points import best_point, least_point
 from shared.lut_samples import Sample, regress
 from shared.lut_table import Provenance
 from shared.model import Objectives
@@ -150,7 +151,7 @@ def test_a_measured_table_answers_only_where_it_was_measured() -> None:
         for ms, _ in (table.prefill_curves(clock, share), table.decode_curves(clock, share, 1)):
             assert set(ms) == {math.inf}
     assert math.inf not in table.prefill_curves(1305, 100)[0]
-    assert table.best_point(300, 10, Objectives(ttft_ms=1e4, tbt_ms=1e4)) == (1635, 100)
+    assert best_point(table, 300, 10, Objectives(ttft_ms=1e4, tbt_ms=1e4)) == (1635, 100)
 
 
 def test_dimensions_that_could_not_be_moved_have_one_value() -> None:
@@ -187,7 +188,7 @@ def test_the_published_form_charges_the_whole_device_to_each_request() -> None:
 
 def test_the_least_point_is_the_lowest_clock_then_the_smallest_share() -> None:
     ttft_ms = TABLE.ttft_ms(1065, 30, 2000)
-    point = TABLE.least_point(2000, 100, Objectives(ttft_ms=ttft_ms, tbt_ms=1000.0))
+    point = least_point(TABLE, 2000, 100, Objectives(ttft_ms=ttft_ms, tbt_ms=1000.0))
     assert point is not None
     meets = [
         (clock, share)
@@ -196,7 +197,7 @@ def test_the_least_point_is_the_lowest_clock_then_the_smallest_share() -> None:
         if TABLE.ttft_ms(clock, share, 2000) <= ttft_ms
     ]
     assert point == min(meets)
-    assert TABLE.least_point(2000, 100, Objectives(ttft_ms=0.1, tbt_ms=1000.0)) is None
+    assert least_point(TABLE, 2000, 100, Objectives(ttft_ms=0.1, tbt_ms=1000.0)) is None
 
 
 def test_a_polynomial_is_found_again_with_its_degree() -> None:

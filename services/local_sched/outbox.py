@@ -15,7 +15,7 @@ DELTA_OVERHEAD_TOKENS = 64
 
 @dataclass(slots=True)
 class Unacknowledged:
-    """The tail of one attempt's output that its gateway has not confirmed."""
+    """What a gateway has not confirmed of one attempt: the tail of its output, and that it has moved here."""
 
     gateway: str
     first_seq: int
@@ -23,6 +23,11 @@ class Unacknowledged:
     tokens: list[int] = field(default_factory=list)
     end: RequestEnd | None = None
     moved_from: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to confirm."""
+        return bool(self.tokens or self.end or self.moved_from)
 
 
 class Outbox:
@@ -39,14 +44,13 @@ class Outbox:
 
     @property
     def unacknowledged(self) -> int:
-        """Attempts with tokens or an end that their gateways have not confirmed."""
-        return sum(bool(entry.tokens or entry.end) for entry in self.entries.values())
+        """Attempts of which their gateways have not confirmed all."""
+        return sum(entry.is_open for entry in self.entries.values())
 
     @property
     def pending(self) -> bool:
         """Whether anything is unacknowledged by a gateway that listens."""
-        waiting = (entry for entry in self.entries.values() if entry.tokens or entry.end)
-        return any(entry.gateway not in self.silent for entry in waiting)
+        return any(entry.is_open and entry.gateway not in self.silent for entry in self.entries.values())
 
     def send(
         self,
@@ -85,7 +89,7 @@ class Outbox:
                 continue
             if entry.gateway in self.silent or gateway not in ("", entry.gateway):
                 continue
-            if entry.tokens or entry.end:
+            if entry.is_open:
                 entry.sent_ms = now_ms
                 delta = TokenDelta(
                     request_id=owner,

@@ -163,13 +163,10 @@ def _start(state: State, now_ms: float, move_id: str, transfer: Transfer, here: 
         work.prefilled_tokens = transfer.kv_tokens
         work.prefill_ms = prefill_alone_ms(state, here.model, work.prefill_tokens)
     enqueue(state, work)
-    actions: list[Action] = []
-    if here.output_tokens:  # the source forgets them, and the last may not have reached the gateway
-        so_far = msgspec.structs.replace(
-            delta_of(work, 0, here.output_tokens, None), moved_from=transfer.source
-        )
-        actions += state.outbox.send(now_ms, [(here.gateway, so_far)])
-    return [*actions, Count(name="moves", labels={"side": DESTINATION})]
+    # The source forgets its tokens, and the last may not have reached the gateway; nor may `Moved`.
+    so_far = msgspec.structs.replace(delta_of(work, 0, here.output_tokens, None), moved_from=transfer.source)
+    told = state.outbox.send(now_ms, [(here.gateway, so_far)])
+    return [*told, Count(name="moves", labels={"side": DESTINATION})]
 
 
 def _not_needed(move_id: str, transfer: Transfer) -> list[Action]:

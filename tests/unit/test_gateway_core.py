@@ -376,6 +376,14 @@ def test_a_moved_request_goes_on_although_the_sources_last_tokens_and_the_word_o
     assert [to for to, _ in sends(d.step(tokens("a", 2, 9)), ev.Abort)] == ["a"]
 
 
+def test_a_move_before_the_first_token_is_heard_of_though_its_word_is_lost() -> None:
+    d = Driver()
+    d.admit()
+    assert sends(d.step(tokens("b", 0, moved_from="a")), ev.Abort) == []
+    assert sends(d.run(60.0), ev.Ack) == [("b", ev.Ack("gw", (ev.AckedThrough("r", 1, 0, False),)))]
+    assert [to for to, _ in sends(d.step(ClientGone("r", "left")), ev.Abort)] == ["b"]
+
+
 def test_a_destination_is_stopped_if_the_source_went_on_meanwhile() -> None:
     d = Driver()
     d.admit()

@@ -87,6 +87,18 @@ def test_destination_tells_the_gateway_all_that_the_source_had_made():
     assert (fresh.first_seq, fresh.moved_from) == (4, "")
 
 
+def test_destination_tells_of_a_move_until_it_is_confirmed_though_there_are_no_tokens():
+    bench = Bench(models=[MODEL])
+    bench.do(adopt())
+    (told,) = deltas(bench.do(COMMIT))
+    assert (told.first_seq, told.token_ids, told.end, told.moved_from) == (0, (), None, "gpu9")
+    bench.do(ev.GatewayAlive(gateway="g1"), 2_000.0)
+    assert told in deltas(bench.wait(2_000.0))
+    bench.do(ev.Ack(gateway="g1", acks=(ev.AckedThrough("r1", 1, 0, False),)))
+    bench.do(ev.GatewayAlive(gateway="g1"), 2_000.0)
+    assert deltas(bench.wait(2_000.0)) == []
+
+
 def test_what_is_sent_again_after_a_long_cut_comes_in_messages_that_the_bus_takes():
     outbox = Outbox("gpu0", 100)
     for number in range(5):

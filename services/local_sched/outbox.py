@@ -102,6 +102,11 @@ class Outbox:
                 deltas.append((entry.gateway, delta))
         return self._messages(deltas)
 
+    def has_end(self, request_id: str, attempt: int) -> bool:
+        """Say whether an attempt has ended here, and its gateway has not confirmed that."""
+        entry = self.entries.get((request_id, attempt))
+        return entry is not None and entry.end is not None
+
     def drop(self, request_id: str, attempt: int) -> None:
         """Forget an attempt, and every lower one, that its gateway no longer wants."""
         for lower in range(1, attempt + 1):

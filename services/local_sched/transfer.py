@@ -123,10 +123,12 @@ def commit(state: State, now_ms: float, event: CommitMove) -> list[Action]:
     transfer.committed, transfer.heard_ms = True, now_ms
     waited_ms = request.waited_ms + now_ms - transfer.adopted_ms
     here = msgspec.structs.replace(request, waited_ms=waited_ms, moves=request.moves + 1)
-    if known := state.works.get(request.request_id):
-        if (known.request.attempt, known.request.moves) >= (here.attempt, here.moves):
-            state.ledger.release(transfer.model, holder(event.move_id))
-            return [*actions, *_not_needed(event.move_id, transfer)]
+    known = state.works.get(request.request_id)
+    newer = known is not None and (known.request.attempt, known.request.moves) >= (here.attempt, here.moves)
+    if newer or state.outbox.has_end(request.request_id, request.attempt):  # or ended here: the source lags
+        state.ledger.release(transfer.model, holder(event.move_id))
+        return [*actions, *_not_needed(event.move_id, transfer)]
+    if known is not None:
         actions += moved_away(state, now_ms, known)
     return [*actions, *_start(state, now_ms, event.move_id, transfer, here)]
 

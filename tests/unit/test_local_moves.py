@@ -99,6 +99,20 @@ def test_destination_tells_of_a_move_until_it_is_confirmed_though_there_are_no_t
     assert deltas(bench.wait(2_000.0)) == []
 
 
+def test_an_attempt_that_has_ended_here_is_not_begun_again_by_a_move_of_a_copy_that_lags():
+    bench = Bench(models=[MODEL])
+    bench.submit(request())
+    bench.token("r1", token=7)
+    bench.token("r1", token=8, finish="stop")
+    bench.do(reserve())
+    bench.do(adopt(request(output_tokens=(7,))))
+    done = bench.do(COMMIT)
+    assert sent(done, ev.Adopted)[0].started and of(done, en.RunRequest) == []
+    assert bench.state.works == {} and holders(bench) == {}
+    (whole,) = deltas(bench.do(ev.BusRestored()))
+    assert (whole.token_ids, whole.end.finish_reason) == ((7, 8), "stop")
+
+
 def test_what_is_sent_again_after_a_long_cut_comes_in_messages_that_the_bus_takes():
     outbox = Outbox("gpu0", 100)
     for number in range(5):

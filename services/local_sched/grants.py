@@ -19,7 +19,7 @@ def reserve(state: State, now_ms: float, event: Reserve) -> list[Action]:
         if reason:
             return [_granted(event.migrator, event.move_id, 0, reason)]
         transfer = state.moves.transfers[event.move_id]
-    elif transfer.side == DESTINATION and event.partial and tokens > transfer.wanted_tokens:
+    elif transfer.awaits and event.partial and tokens > transfer.wanted_tokens:
         transfer.wanted_tokens = tokens
         _raise(state, event.move_id, transfer)
     transfer.heard_ms, transfer.migrator = now_ms, event.migrator
@@ -58,8 +58,7 @@ def grant_more(state: State) -> list[Action]:
     """Grant what has come free to the moves that wait for it, the first of them first."""
     actions: list[Action] = []
     for move_id, transfer in state.moves.transfers.items():
-        growing = transfer.side == DESTINATION and transfer.request is None and not transfer.committed
-        if growing and _raise(state, move_id, transfer):
+        if transfer.awaits and _raise(state, move_id, transfer):
             actions.append(_granted(transfer.migrator, move_id, transfer.credit_bytes, ""))
     return actions
 

@@ -53,6 +53,11 @@ class Transfer:
     adopted_ms: float = 0.0
     committed: bool = False
 
+    @property
+    def awaits(self) -> bool:
+        """Whether memory is kept here for a request that has yet to come; only then may it be more."""
+        return self.side == DESTINATION and self.request is None and not self.committed
+
 
 @dataclass
 class Moves:

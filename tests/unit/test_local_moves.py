@@ -8,9 +8,14 @@ from shared import engine as en
 from shared import events as ev
 
 
-def reserve(context_tokens=100, move_id="m"):
+def reserve(context_tokens=100, move_id="m", partial=False):
     return ev.Reserve(
-        move_id=move_id, request_id="r1", model=MODEL.name, migrator="host0", context_tokens=context_tokens
+        move_id=move_id,
+        request_id="r1",
+        model=MODEL.name,
+        migrator="host0",
+        context_tokens=context_tokens,
+        partial=partial,
     )
 
 
@@ -68,6 +73,18 @@ def test_destination_reserves_adopts_and_starts():
     assert list(bench.state.works) == ["r1"] and list(holders(bench)) == ["r1"]
     bench.token("r1", finish="stop")
     assert holders(bench) == {}
+
+
+def test_a_call_for_more_memory_that_comes_after_the_request_takes_none():
+    bench = Bench(models=[MODEL])
+    bench.do(reserve(partial=True))
+    bench.do(reserve(110, partial=True))
+    assert holders(bench) == {"move:m": 7}
+    for step in (adopt(), COMMIT):
+        bench.do(step)
+        held = holders(bench).copy()
+        bench.do(reserve(500, partial=True))
+        assert holders(bench) == held
 
 
 def test_destination_tells_the_gateway_all_that_the_source_had_made():

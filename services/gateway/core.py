@@ -245,7 +245,7 @@ class GatewayCore:
         """Follow an attempt to the GPU it has moved to, unless the source went on with it meanwhile."""
         have = len(owned.output)
         if delta.first_seq <= have <= delta.first_seq + len(delta.token_ids):
-            self._take(owned, gpu)
+            self._take(owned, gpu, moved=True)
             self._take_delta(owned, delta)
         elif have > delta.first_seq:
             self._not_wanted(gpu, delta)
@@ -254,12 +254,12 @@ class GatewayCore:
     def _is_from(self, owned: Owned, gpu: str, delta: ev.TokenDelta) -> bool:
         """Say whether `gpu` is the one that runs the current attempt.
 
-        Until the attempt's first token that is whoever sends it: the message that said so (`Admitted`,
-        `Moved`) may be late or lost.
+        Until the attempt's first token that is whoever sends it: the message that said so (`Admitted`) may be
+        late or lost. Once it has moved it is the one that said so: what the source sent may be late.
         """
         if owned.gpu == gpu:
             return True
-        if owned.gpu and (owned.has_progressed or not delta.token_ids):
+        if owned.gpu and (owned.moved or owned.has_progressed or not delta.token_ids):
             return False
         if owned.gpu:
             self._abort(owned.gpu, owned, f"runs on {gpu}")
@@ -311,7 +311,7 @@ class GatewayCore:
         if owned is None or event.attempt != owned.attempt:
             self._stop(event.destination, event.request_id, event.attempt, "not wanted any more")
         elif owned.gpu in (event.source, "") and len(owned.output) <= event.next_seq:
-            self._take(owned, event.destination)
+            self._take(owned, event.destination, moved=True)
         elif owned.gpu != event.destination:
             self._abort(event.destination, owned, f"runs on {owned.gpu or event.source}")
 
@@ -383,8 +383,8 @@ class GatewayCore:
         summary = self.registry.gpus.get(gpu)
         return None if summary is None else summary.started_ms
 
-    def _take(self, owned: Owned, gpu: str) -> None:
-        owned.gpu = gpu
+    def _take(self, owned: Owned, gpu: str, moved: bool = False) -> None:
+        owned.gpu, owned.moved = gpu, moved
         owned.gpu_started_ms = self._started_ms(gpu)
         owned.progress_ms = self._now_ms
 

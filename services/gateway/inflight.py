@@ -21,6 +21,7 @@ class Owned:
     attempt: int = 1
     gpu: str = ""
     gpu_started_ms: float | None = None
+    moved: bool = False  # to that GPU, from another
     output: list[int] = field(default_factory=list)
     attempt_start: int = 0  # len(output) when the attempt began
     first_token_ms: float | None = None

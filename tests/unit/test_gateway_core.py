@@ -384,6 +384,15 @@ def test_a_move_before_the_first_token_is_heard_of_though_its_word_is_lost() -> 
     assert [to for to, _ in sends(d.step(ClientGone("r", "left")), ev.Abort)] == ["b"]
 
 
+def test_tokens_of_the_source_that_come_after_the_word_of_the_move_do_not_stop_the_destination() -> None:
+    d = Driver()
+    d.admit()
+    d.step(ev.Moved(request_id="r", attempt=1, source="a", destination="b", next_seq=2))
+    late = d.step(tokens("a", 1, 2))  # what came before it has been lost
+    assert only(late, Deliver) == [] and [to for to, _ in sends(late, ev.Abort)] == ["a"]
+    assert [a.token_ids for a in only(d.step(tokens("b", 0, 1, 2, moved_from="a")), Deliver)] == [(1, 2)]
+
+
 def test_a_destination_is_stopped_if_the_source_went_on_meanwhile() -> None:
     d = Driver()
     d.admit()

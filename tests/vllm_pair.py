@@ -47,6 +47,7 @@ class Pair:
         self.given: dict[str, int] = {}
         self.evictions = 0
         self.taken: Counter[str] = Counter()  # KV from host memory, or not, by the outcome
+        self.untaken: list[str] = []  # why not
         self.wrong: Exception | None = None
         self.core: LocalSchedCore | None = None
         self._decoding: defaultdict[str, set[str]] = defaultdict(set)
@@ -90,6 +91,8 @@ class Pair:
             case en.OutOfMemory():
                 self._short.add(event.request_id)
                 self.shortages += 1
+            case en.KvImported(reason=reason) if reason:
+                self.untaken.append(reason)
             case en.EngineEnded(model=name, reason=""):
                 self.unloaded.append(name)
             case en.EngineEnded():

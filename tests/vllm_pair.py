@@ -91,7 +91,7 @@ class Pair:
             case en.OutOfMemory():
                 self._short.add(event.request_id)
                 self.shortages += 1
-            case en.KvImported(reason=reason) if reason:
+            case en.KvExported(reason=reason) | en.KvImported(reason=reason) if reason:
                 self.untaken.append(reason)
             case en.EngineEnded(model=name, reason=""):
                 self.unloaded.append(name)

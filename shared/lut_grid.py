@@ -144,9 +144,7 @@ class Grid:
         """Return the values at each point of the last axis; of two after the share, `x` is on the first."""
         corners = self._corners.get((clock, share)) or self._find_corners(clock, share)
         axis = self._x if self._y is None else self._y
-        first = (
-            1 if self._y is None else int(self._x.cell_row(x)) + 1
-        )  # before it lies the cell before a point
+        first = 1 if self._y is None else 1 + int(self._x.cell_row(x))  # where the first point's cell is
         values = [0.0] * len(axis.points)
         for row, weight in corners:
             cells: list[list[float]] = self._rows[row + first : row + first + len(values)].tolist()

@@ -1,4 +1,4 @@
-"""Which clock and SM share a look-up table has chosen for a request (3.2): least energy, or the lowest."""
+"""Which clock and SM share to choose for a request, by a look-up table (3.2): least energy, or the lowest."""
 
 import numpy as np
 from numpy.typing import NDArray

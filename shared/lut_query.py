@@ -130,6 +130,10 @@ class Lut:
             for clock_mhz, ms in zip(clocks_mhz, row_ms, strict=True)
         ]
 
+    def _curve_if_runnable(self, sm_clock_mhz: int, sm_share_pct: int, ms: list[float]) -> list[float]:
+        """The same for times at one clock."""
+        return ms if self._runs_at(sm_clock_mhz, sm_share_pct) else [math.inf] * len(ms)
+
     def _runs_at(self, sm_clock_mhz: int, sm_share_pct: int) -> bool:
         if sm_share_pct < self.device.sm_size_min_pct:
             return False
@@ -214,7 +218,7 @@ class Lut:
     def prefill_curves(self, sm_clock_mhz: int, sm_share_pct: int) -> tuple[list[float], list[float]]:
         """`ttft_ms` and `prefill_power_w` at each input length of the table. Inf if not measured."""
         ms = self._prefill_ms.along(sm_clock_mhz, sm_share_pct)
-        ms = ms if self._runs_at(sm_clock_mhz, sm_share_pct) else [math.inf] * len(ms)
+        ms = self._curve_if_runnable(sm_clock_mhz, sm_share_pct, ms)
         return ms, self._prefill_w.along(sm_clock_mhz, sm_share_pct)
 
     def decode_curves(
@@ -222,7 +226,7 @@ class Lut:
     ) -> tuple[list[float], list[float]]:
         """`tbt_ms` and `decode_power_w` at each mean context of the table, likewise."""
         ms = self._decode_ms.along(sm_clock_mhz, sm_share_pct, batch)
-        ms = ms if self._runs_at(sm_clock_mhz, sm_share_pct) else [math.inf] * len(ms)
+        ms = self._curve_if_runnable(sm_clock_mhz, sm_share_pct, ms)
         return ms, self._decode_w.along(sm_clock_mhz, sm_share_pct, batch)
 
     @overload

@@ -157,11 +157,19 @@ class House:
         deadline = time.monotonic() + 240
         asked_s = 0.0
         while self.engine(gpu).get("state") != "ready":
-            assert time.monotonic() < deadline, (self.folder / f"{gpu}.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, self.story(gpu)
             if time.monotonic() - asked_s > 2.0:
                 await self.say(gpu, ev.Load(model=self.model, placement_version=1))
                 asked_s = time.monotonic()
             await asyncio.sleep(0.2)
+
+    def story(self, gpu: str) -> str:
+        """Return what is known of a GPU that is not as expected: what it says of itself, and what it and its
+        engine logged last."""
+        logs = [self.folder / f"{gpu}.log", *sorted((self.folder / gpu).glob("*.log"))]
+        ended = self._running[gpu].poll()
+        tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs if log.exists()]
+        return "\n".join([f"{gpu}: ended with {ended}, engine {self.engine(gpu)}", *tails])
 
     def engine(self, gpu: str) -> dict[str, object]:
         """Return what the GPU's latest local scheduler says of its engine; nothing before it has spoken."""
@@ -281,7 +289,10 @@ class House:
 
     def other(self, source: str) -> str:
         """Return the GPU to which what runs on this one is moved."""
-        return next(gpu for gpu in self.gpus if gpu != source and self.engine(gpu).get("state") == "ready")
+        others = [gpu for gpu in self.gpus if gpu != source]
+        able = [gpu for gpu in others if self.engine(gpu).get("state") == "ready"]
+        assert able, "\n".join(map(self.story, others))
+        return able[0]
 
     def order(self, source: str, destination: str, by_tokens: bool = False) -> ev.Move:
         """Make an order to move what runs on a GPU to another; by its tokens, if to a host no KV gets to."""

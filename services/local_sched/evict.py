@@ -51,11 +51,16 @@ def back_to_queue(state: State, now_ms: float, work: Work, kept_tokens: int) -> 
     `kept_tokens` of its context need not be computed again.
     """
     leave_engine(state, work)
-    work.request = with_output(work)
-    work.tokens, work.run_tokens, work.run_first_ms = [], 0, None
+    work.run_tokens, work.run_first_ms = 0, None
     work.prefilled_tokens, work.runnable_ms = kept_tokens, now_ms
-    work.prefill_ms = prefill_alone_ms(state, work.request.model, work.prefill_tokens)
+    carry_output(state, work)
     enqueue(state, work)
+
+
+def carry_output(state: State, work: Work) -> None:
+    """Make the output so far part of what the next run of a request begins with."""
+    work.request, work.tokens = with_output(work), []
+    work.prefill_ms = prefill_alone_ms(state, work.request.model, work.prefill_tokens)
 
 
 def _blocks_to_keep(state: State, work: Work) -> tuple[int, str]:

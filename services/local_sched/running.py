@@ -2,7 +2,7 @@
 
 from services.local_sched.attribution import with_joules
 from services.local_sched.ends import count_end, delta_of, fail, finish, forget
-from services.local_sched.evict import evict
+from services.local_sched.evict import carry_output, evict
 from services.local_sched.spans import end_of, last_span, span
 from services.local_sched.state import Engine, State
 from services.local_sched.work import Stage, Work
@@ -27,12 +27,15 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
     decoded = 0
     _book_energy(state, now_ms, engine, event)
     for output in event.outputs:
-        work = engine.running.get(output.request_id)
+        work = engine.running.get(output.request_id) or _evicted(state, output.request_id)
         if work is None:
             continue  # stopped meanwhile
         decoded += work.decoding
         first_seq = work.output_count
-        actions += _count_output(state, now_ms, work, output)
+        if work.stage is Stage.RUNNING:
+            actions += _count_output(state, now_ms, work, output)
+        else:
+            actions += _count_last_output(state, now_ms, work, output)
         end = None
         if output.finish_reason:
             end = end_of(state, now_ms, work, output.finish_reason, output.error)
@@ -55,11 +58,17 @@ def step_done(state: State, now_ms: float, event: StepDone) -> list[Action]:
             engine.tally = tally.stepped(now_ms, steps)
     sends = state.outbox.send(now_ms, deltas, event.ages_ms)
     for work in grown:
-        if work.stage is Stage.RUNNING:  # it may have made room for one before it
+        if work.stage is Stage.RUNNING:  # it may have made room for one before it, or before this step
             actions += _grow(state, now_ms, work)
     if tokens:
         actions.append(Count(name="tokens", labels={"model": event.model}, value=tokens))
     return [*sends, *actions]
+
+
+def _evicted(state: State, run_id: str) -> Work | None:
+    """Return the request of a run that was under way when it was evicted, if it has not begun another yet."""
+    work = state.queue.get(run_id.rpartition("~")[0])
+    return work if work is not None and work.run_id == run_id else None
 
 
 def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -> None:
@@ -71,7 +80,7 @@ def _book_energy(state: State, now_ms: float, engine: Engine, event: StepDone) -
     for output in event.outputs:
         if output.energy_j is None or requests_j is None:
             requests_j = None
-        elif output.request_id in engine.running:
+        elif output.request_id in engine.running or _evicted(state, output.request_id):
             requests_j += output.energy_j
         else:
             aborted_j += output.energy_j
@@ -83,8 +92,7 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
     """Add one step's result to a request; its first token ends its prefill."""
     state.starved.pop(output.request_id, None)
     work.prefilled_tokens += output.prefilled_tokens
-    if work.energy_j is not None:
-        work.energy_j = None if output.energy_j is None else work.energy_j + output.energy_j
+    _add_energy(work, output)
     if not output.token_ids:
         return []
     work.tokens.extend(output.token_ids)
@@ -97,9 +105,33 @@ def _count_output(state: State, now_ms: float, work: Work, output: StepOutput) -
     if state.switches:
         state.admit_due = True  # the next prompt has waited for this one
     actions = _hand_off(state, work) if work.hand_to and not output.finish_reason else []
+    return [*actions, *_first_token(state, now_ms, work)]
+
+
+def _count_last_output(state: State, now_ms: float, work: Work, output: StepOutput) -> list[Action]:
+    """Add what the step made that was under way when a request was evicted: its next run goes on from there.
+
+    An engine stops a request between two steps only, and this may even have been the last one it needed.
+    """
+    _add_energy(work, output)
+    if not output.token_ids:
+        return []
+    work.tokens.extend(output.token_ids)
+    work.last_ms = now_ms
+    carry_output(state, work)
+    return _first_token(state, now_ms, work)
+
+
+def _add_energy(work: Work, output: StepOutput) -> None:
+    if work.energy_j is not None:
+        work.energy_j = None if output.energy_j is None else work.energy_j + output.energy_j
+
+
+def _first_token(state: State, now_ms: float, work: Work) -> list[Action]:
+    """Note the first token that a request gives here, if this is it."""
     if work.first_ms is not None:
-        return actions
-    actions += span(state, now_ms, work, "local.prefill", work.given_ms)
+        return []
+    actions = span(state, now_ms, work, "local.prefill", work.given_ms)
     work.first_ms = now_ms
     return actions
 

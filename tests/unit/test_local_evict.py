@@ -1,10 +1,11 @@
 """Requests that make room for others: their KV in host memory, when it is worth that, and the end of it."""
 
 import pytest
-from local_bench import MODEL, Bench, name_of, of, request
+from local_bench import MODEL, Bench, deltas, name_of, of, request
 
 from services.local_sched import evict as evicting
 from services.local_sched import running
+from services.local_sched.energy import REQUESTS
 from services.local_sched.presets import preset
 from shared import engine as en
 from shared import events as ev
@@ -88,6 +89,40 @@ def test_kv_that_is_not_to_be_had_is_computed_again():
     work = bench.state.works["short"]
     assert bench.state.offload.stages == () and work.prefill_tokens == work.context_tokens
     assert labels_of(bench.actions, "offload_imports") == [{"model": MODEL.name, "outcome": "computed"}]
+
+
+def test_a_token_of_the_step_in_which_it_was_evicted_is_told_and_its_next_run_goes_on_from_there():
+    bench = evicted_bench()
+    bench.do(en.DeviceSampled(state="active", used_bytes=0, power_w=300.0, energy_j=0.0))
+    work = bench.state.queue["short"]
+    count, joules = work.output_count, work.energy_j
+    told = deltas(bench.token("short", token=9, energy_j=0.25))
+    assert [(delta.first_seq, delta.token_ids, delta.end) for delta in told] == [(count, (9,), None)]
+    assert work.energy_j == joules + 0.25 and bench.state.energy.uses_j[REQUESTS] == 0.25
+    run = resume(bench)
+    assert run.request.output_tokens[count:] == (9,)
+    assert (run.stage, run.kv_tokens) == (work.arrival.stage, KEPT)
+    assert work.prefill_tokens == LONG + count + 1 - KEPT
+
+
+def test_if_it_was_the_last_it_needed_it_has_ended():
+    bench = evicted_bench()
+    stage = bench.runs["short"]
+    done = bench.token("short", finish="length")
+    assert [delta.end.finish_reason for delta in deltas(done)] == ["length"]
+    assert "short" not in bench.state.works and bench.state.queue == {}
+    assert bench.state.offload.stages == () and of(done, en.FreeStage) == [
+        en.FreeStage(model=MODEL.name, stage=stage)
+    ]
+
+
+def test_tokens_of_a_run_before_its_present_one_are_too_late():
+    bench = evicted_bench()
+    late = bench.runs["short"]
+    resume(bench)
+    count = bench.state.works["short"].output_count
+    bench.runs["short"] = late
+    assert deltas(bench.token("short")) == [] and bench.state.works["short"].output_count == count
 
 
 NOT_KEPT = {

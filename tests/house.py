@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class House:
         self.stage_dir = folder / "stages"
         self.host_of = dict.fromkeys(self.gpus, HOST)
         self.heard: list[tuple[str, bytes]] = []
-        self.on_message: Callable[[str], None] = lambda verb: None
+        self._listener: Callable[[str], None] | None = None
         self.held: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._bus_rules = folder / "nats.conf"
         self._servers = Servers(folder, nats=("-c", str(self._bus_rules)))
@@ -123,7 +123,7 @@ class House:
                     assert time.monotonic() < deadline
                     await asyncio.sleep(0.2)
             assert answer.status_code == 201, answer.text
-        await asyncio.gather(*(self.ready(gpu) for gpu in self.gpus))
+        await self.all_ready()
 
     @property
     def url(self) -> str:
@@ -163,6 +163,13 @@ class House:
                 asked_s = time.monotonic()
             await asyncio.sleep(0.2)
 
+    async def all_ready(self) -> None:
+        """Have the model loaded on every GPU: one that a slow machine had given up is loaded again."""
+        for gpu in self.gpus:
+            if self.engine(gpu).get("state") == "failed":
+                print(self.story(gpu))
+        await asyncio.gather(*(self.ready(gpu) for gpu in self.gpus))
+
     def story(self, gpu: str) -> str:
         """Return what is known of a GPU that is not as expected: what it says of itself, and what it and its
         engine logged last."""
@@ -189,7 +196,17 @@ class House:
     async def _listen(self, message: nats.aio.msg.Msg) -> None:
         verb = message.subject.rpartition(".")[2]
         self.heard.append((verb, message.data))
-        self.on_message(verb)
+        if self._listener is not None:
+            self._listener(verb)
+
+    @contextmanager
+    def listening(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Have each message's kind told to a listener as soon as it is heard."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
 
     async def _hold(self, message: nats.aio.msg.Msg) -> None:
         self.held.put_nowait((message.subject.replace("held.", "festina.v1.", 1), message.data))

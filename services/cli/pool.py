@@ -26,9 +26,6 @@ PYTHON = sys.executable
 GPU_TYPE = "h100-80gb"  # of emulated GPUs
 LOOPBACK_BYTES_S = "1e9"  # what KV from one emulated host to another is taken to travel at, at first
 
-PATIENCE_ON_CPU = {"FESTINA_LOCAL_SCHED_STALL_MS": "10000", "FESTINA_LOCAL_SCHED_SILENCE_MS": "2000"}
-"""A CPU's cores are everybody's: an engine that waits for one is not to be taken for one that hangs."""
-
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What to start.
@@ -135,7 +132,6 @@ class Pool:
             "FESTINA_DEVICE_GPU_TYPE": "cpu",
             "FESTINA_DEVICE_VLLM_PYTHON": str(Path(self.settings.vllm_env).absolute() / "bin" / "python"),
             "FESTINA_DEVICE_RUN_DIR": str(self.state_dir / "run"),
-            **PATIENCE_ON_CPU,
         }
         children = [self._service("migrator", "cpu-0"), self._service("local_sched", "cpu-0-vllm", where)]
         self.services += children

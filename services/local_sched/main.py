@@ -22,7 +22,7 @@ from services.local_sched.host_probe import probe
 from services.local_sched.made_up import VocabSlice
 from services.local_sched.nvml import NvmlGpu
 from services.local_sched.partition import Partition, partition_for, sm_facts
-from services.local_sched.presets import preset
+from services.local_sched.presets import patience, preset
 from services.local_sched.settings import LocalSettings
 from services.local_sched.state import EMULATED, State
 from services.local_sched.work import Stage
@@ -268,7 +268,8 @@ def _show_load(metrics: Metrics, state: State) -> None:
 def main() -> None:
     """Entry point; the id (FESTINA_ID) is the GPU's name."""
     common, where = load(Common), load(DeviceSettings, "device")
-    settings = load(LocalSettings, LOCAL, preset=preset(common.system))
+    defaults = preset(common.system) | patience(where.engine, where.gpu_type)
+    settings = load(LocalSettings, LOCAL, preset=defaults)
     stages = load(StageSettings, "stages").folder(where.host)
     run_service(common, lambda stop: serve(common, where, settings, stop, stages))
 

@@ -59,3 +59,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(system: str) -> dict[str, Any]:
     """Return the settings by which a system runs a GPU. Raises ConfigError for one that is not known."""
     return PRESETS[system_for(system).runtime]
+
+
+def patience(engine_kind: str, gpu_type: str) -> dict[str, Any]:
+    """Return the settings by which engines are taken for hanging, where they differ by what they run on.
+
+    A CPU's cores and disks are everybody's: vLLM that waits for them is not to be given up for that.
+    """
+    on_cpu = (engine_kind, gpu_type) == ("vllm", "cpu")
+    return {"stall_ms": 10_000.0, "silence_ms": 10_000.0} if on_cpu else {}

@@ -14,7 +14,6 @@ from house import HOST, Answer, House
 from support import ROUNDS, eventually
 from vllm_support import PYTHON, needs_vllm, widened
 
-from services.cli.pool import PATIENCE_ON_CPU
 from shared import events as ev
 
 pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -27,7 +26,6 @@ MAX_TOKENS, MOVED_AT = 120, 15
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
     env = {
-        **PATIENCE_ON_CPU,
         "FESTINA_DEVICE_ENGINE": "vllm",
         "FESTINA_DEVICE_GPU_TYPE": "cpu",
         "FESTINA_DEVICE_VLLM_PYTHON": str(PYTHON),
@@ -48,6 +46,7 @@ async def expected(house: House) -> str:
 
 async def move_one(house: House, expected: str) -> None:
     """Move a request while it decodes, and expect its KV to go with it."""
+    await house.all_ready()
     answer = Answer()
     asking = asyncio.create_task(house.ask(answer))
     source = await house.source()
@@ -69,6 +68,7 @@ async def test_a_running_request_moves_with_its_kv_and_its_client_does_not_notic
 
 async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) -> None:
     """Kill a process as soon as a message is sent, start it again, and expect the answer to be whole."""
+    await house.all_ready()
     killed: list[str] = []
     answer = Answer()
     asking = asyncio.create_task(house.ask(answer))
@@ -81,12 +81,11 @@ async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) ->
             house.kill(who)
 
     await eventually(lambda: len(answer.pieces) >= MOVED_AT, within_s=60)
-    house.on_message = kill_at
     order = house.order(source, house.other(source))
-    await house.say_until(lambda: bool(killed), house.host_of[source], order, within_s=20.0)
-    house.launch(who)
-    await asking
-    house.on_message = lambda verb: None
+    with house.listening(kill_at):
+        await house.say_until(lambda: bool(killed), house.host_of[source], order, within_s=20.0)
+        house.launch(who)
+        await asking
     assert (answer.text, answer.finish_reasons, answer.errors) == (expected, ["length"], [])
     if who in house.gpus:
         await house.ready(who)

@@ -6,6 +6,7 @@ from local_bench import Bench, of, request
 from services.local_sched import main
 from services.local_sched.host_facts import EngineFacts, GpuFacts, HostFacts, MpsFacts
 from services.local_sched.main import DeviceSettings, shares_here, sleep_bytes_of
+from services.local_sched.presets import patience
 from services.local_sched.settings import LocalSettings
 from shared import engine as en
 from shared.catalog import emulated_models
@@ -37,6 +38,13 @@ def test_emulated_engines_and_those_on_a_cpu_are_left_alone(
     monkeypatch.setattr(main, "probe", lambda **asked: pytest.fail("there is nothing to look for"))
     device, _, settings = shares_here(where, LocalSettings())
     assert (device, settings) == (where.device, LocalSettings())
+
+
+def test_only_vllm_on_a_cpu_is_given_long_to_be_heard() -> None:
+    for where in (DeviceSettings(), DeviceSettings(gpu_type="cpu"), VLLM):
+        assert patience(where.engine, where.gpu_type) == {}
+    settings = LocalSettings(**patience("vllm", "cpu"))
+    assert (settings.stall_ms, settings.silence_ms) == (10_000.0, 10_000.0)
 
 
 @pytest.mark.parametrize("sizes_pct", [(12, 24, 48, 72, 100), (40,), (100,)])

@@ -313,6 +313,46 @@ def test_a_drained_gpu_takes_no_work_and_its_models_still_answer(
         time.sleep(0.05)
 
 
+def gpu_that_runs(pool: RunningPool) -> str:
+    return next(g["gpu"] for g in gpus(pool) if any(e["running"] for e in g["engines"]))
+
+
+def test_the_drain_of_its_gpu_moves_a_stream_and_its_client_does_not_notice(
+    pool: RunningPool, client: openai.OpenAI
+) -> None:
+    tokens = 400
+    asked = {
+        "model": LLAMA,
+        "prompt": "Count the stars, one by one, and tell me of each. " * 60,
+        "max_tokens": tokens,
+        "extra_body": {"ignore_eos": True},
+    }
+    started_s = time.monotonic()
+    whole = client.completions.create(**asked)
+    alone_s = time.monotonic() - started_s
+    stream = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    text, finish_reasons, source = "", [], ""
+    longest_ms, last_s = 0.0, time.monotonic()
+    runs_on: set[str] = set()
+    for number, chunk in enumerate(stream):
+        now_s = time.monotonic()
+        longest_ms, last_s = max(longest_ms, 1000 * (now_s - last_s)) if number else 0.0, now_s
+        text += "".join(choice.text for choice in chunk.choices)
+        finish_reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+        if number == 15:
+            source = gpu_that_runs(pool)
+            assert admin(pool, "POST", f"/admin/gpus/{source}/drain").status_code == 202
+        if source and number % 10 == 0:
+            runs_on |= {g["gpu"] for g in gpus(pool) if any(e["running"] for e in g["engines"])}
+    assert admin(pool, "POST", f"/admin/gpus/{source}/undrain").status_code == 202
+    report, took_s = chunk.festina, time.monotonic() - started_s - alone_s
+    print(f"{alone_s:.1f} s alone, {took_s:.1f} s with a move; longest gap {longest_ms:.0f} ms")
+    assert text == whole.choices[0].text and finish_reasons == ["length"]
+    assert chunk.usage.completion_tokens == tokens
+    assert report["gpu"] != source and report["gpu"] in runs_on
+    assert report["energy_j"] > 0
+
+
 def test_the_clock_follows_the_work(pool: RunningPool, client: openai.OpenAI) -> None:
     gpu = client.chat.completions.create(model=QWEN, messages=HELLO, max_tokens=60).festina["gpu"]
     shown = next(g for g in gpus(pool) if g["gpu"] == gpu)

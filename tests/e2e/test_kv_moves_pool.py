@@ -66,8 +66,11 @@ async def test_a_running_request_moves_with_its_kv_and_its_client_does_not_notic
     await move_one(house, expected)
 
 
-async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) -> None:
-    """Kill a process as soon as a message is sent, start it again, and expect the answer to be whole."""
+async def kill_in_a_move(house: House, expected: str, victim: str, verb: str, back_on: str = "") -> None:
+    """Kill a process as soon as a message is sent, start it again, and expect the answer to be whole.
+
+    A GPU can come back `back_on` another host, whose migrator is started as well.
+    """
     await house.all_ready()
     killed: list[str] = []
     answer = Answer()
@@ -84,6 +87,9 @@ async def kill_in_a_move(house: House, expected: str, victim: str, verb: str) ->
     order = house.order(source, house.other(source))
     with house.listening(kill_at):
         await house.say_until(lambda: bool(killed), house.host_of[source], order, within_s=20.0)
+        if back_on:
+            house.host_of[who] = back_on
+            house.launch(back_on)
         house.launch(who)
         await asking
     assert (answer.text, answer.finish_reasons, answer.errors) == (expected, ["length"], [])
@@ -100,8 +106,8 @@ DESTINATION = [("destination", verb) for verb in ("released", "adopted")]
 @pytest.mark.resilience
 @pytest.mark.parametrize(
     ("victim", "verb"),
-    [*MIGRATOR, *SOURCE, *DESTINATION] if ROUNDS > 1 else [MIGRATOR[2], SOURCE[0], DESTINATION[0]],
-)  # in a short run one of each: tests/resilience kills them at every stage, with emulated engines
+    [*MIGRATOR, *SOURCE, *DESTINATION] if ROUNDS > 1 else [MIGRATOR[2], SOURCE[0]],
+)  # in a short run one of each, the destination below: tests/resilience kills them at every stage, emulated
 async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
     house: House, expected: str, victim: str, verb: str
 ) -> None:
@@ -111,11 +117,6 @@ async def test_whoever_is_killed_when_a_message_is_sent_the_request_ends_once(
 async def test_between_hosts_kv_goes_by_tcp_and_without_the_other_migrator_it_is_computed(
     house: House, expected: str
 ) -> None:
-    moving = house.gpus[1]
-    house.kill(moving)
-    house.host_of[moving] = OTHER_HOST
-    house.launch(OTHER_HOST)
-    house.launch(moving)
-    await house.ready(moving)
+    await kill_in_a_move(house, expected, *DESTINATION[0], back_on=OTHER_HOST)
     await move_one(house, expected)
     await kill_in_a_move(house, expected, OTHER_HOST, "kv_staged")

@@ -30,7 +30,7 @@ from shared.stage import StageSettings, mapped
 pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 
 NAME = "smol-fp32"
-BLOCK_TOKENS, MOVED_AT, MAX_TOKENS = 32, 40, 90
+BLOCK_TOKENS, MOVED_AT, MAX_TOKENS = 32, 20, 60
 PROMPT = prompt_of("The quick brown fox jumps over the lazy dog. " * 30 + "Go on.") if MODEL else ()
 LINK = LinkSettings(secret="of the test")
 

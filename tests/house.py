@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -164,10 +165,15 @@ class House:
             await asyncio.sleep(0.2)
 
     async def all_ready(self) -> None:
-        """Have the model loaded on every GPU: one that a slow machine had given up is loaded again."""
+        """Have the model loaded on every GPU; an engine that has failed must have been taken by the machine.
+
+        It may have been killed for its memory, or have had no processor for as long as vLLM is waited for.
+        """
         for gpu in self.gpus:
-            if self.engine(gpu).get("state") == "failed":
-                print(self.story(gpu))
+            if (engine := self.engine(gpu)).get("state") == "failed":
+                reason = str(engine.get("reason", ""))
+                assert "SIGKILL" in reason or "was heard" in reason, self.story(gpu)
+                warnings.warn(self.story(gpu), stacklevel=2)
         await asyncio.gather(*(self.ready(gpu) for gpu in self.gpus))
 
     def story(self, gpu: str) -> str:

@@ -6,6 +6,7 @@ gone; where host memory has room for it, its process sleeps, and the next load o
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,8 @@ from shared.engine import (
     WakeEngine,
 )
 from shared.events import Event
+
+log = logging.getLogger(__name__)
 
 SLEEP_LEVEL = 1
 """Weights in host memory."""
@@ -257,6 +260,10 @@ class VllmEngines:
         finally:
             self._forget(engine)
             del self._lives[engine]
+            if reason:
+                log.warning("engine ended", extra={"model": engine.model, "reason": reason})
+            elif engine.at_once:
+                log.warning("engine ended by order, at once", extra={"model": engine.model})
             if reason and self._shared_fate:
                 await self._end_sleepers()
             if not engine.quiet:

@@ -143,8 +143,8 @@ class Child:
                 header += await reader.readexactly(HEADER.size - 1)
                 (length,) = HEADER.unpack(header)
                 hear(decode_report(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionResetError):
-            pass  # killed in the middle of a report
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # killed in the middle of a report, or of an order
         finally:
             sender.cancel()
             writer.transport.abort()

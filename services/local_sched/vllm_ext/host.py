@@ -13,6 +13,8 @@ import queue
 import socket
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -54,7 +56,7 @@ class Reports:
             self._connection.sendall(frame(report))
 
     def beat(self) -> None:
-        """Say for as long as the process lives that it does."""
+        """Say for as long as the process lives that it does; raises OSError once that is not to be had."""
         while True:
             self.send(Alive())
             time.sleep(BEAT_S)
@@ -69,27 +71,41 @@ def main() -> None:
     given = parser.parse_args()
     connection = socket.socket(fileno=given.fd)
     orders: queue.Queue[EngineOrder] = queue.Queue(MAX_ORDERS)
-    threading.Thread(target=_receive, args=(connection, orders), daemon=True).start()
+    _begin(lambda: _receive(connection, orders))
     load = orders.get()
     assert isinstance(load, LoadEngine), "an engine's first order is to load"
     reports = Reports(connection)
     try:
         _serve(reports, orders, load, given.stages, given.sms)
     except Exception as error:
+        traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         reports.send(EngineEnded(model=load.model.name, reason=reason[:MAX_REASON]))
-        raise
+        os._exit(1)  # at once: what vLLM would tidy up may hang, and goes with the process
+
+
+def _begin(work: Callable[[], None]) -> None:
+    """Begin a thread with whose work the process ends: without orders or beats it is no engine."""
+
+    def to_the_end() -> None:
+        try:
+            work()
+        except ConnectionError:
+            os._exit(0)  # the scheduler has gone
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    threading.Thread(target=to_the_end, daemon=True).start()
 
 
 def _receive(connection: socket.socket, orders: "queue.Queue[EngineOrder]") -> None:
-    """Pass orders on as they come; the end of the stream ends the process."""
-    try:
-        with connection.makefile("rb") as stream:
-            while header := stream.read(HEADER.size):
-                (length,) = HEADER.unpack(header)
-                orders.put(decode_order(stream.read(length)))
-    finally:
-        os._exit(0)
+    """Pass orders on as they come, until the stream ends."""
+    with connection.makefile("rb") as stream:
+        while header := stream.read(HEADER.size):
+            (length,) = HEADER.unpack(header)
+            orders.put(decode_order(stream.read(length)))
 
 
 def _serve(
@@ -114,7 +130,7 @@ def _serve(
     gc.enable()
     served = ServedModel(load, stages, sms)
     reports.send(served.ready(load_ms=(time.perf_counter() - started) * 1000))
-    threading.Thread(target=reports.beat, daemon=True).start()
+    _begin(reports.beat)
     while True:
         while (order := _next_order(orders, served.wait_s())) is not None:
             for report in served.obey(order):

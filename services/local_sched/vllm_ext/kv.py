@@ -25,6 +25,8 @@ from shared.model import ModelSpec
 from shared.stage import Stage, StageDamaged, StageHeader, mapped, stage_bytes, stage_path
 
 SAMPLES, SAMPLE_BYTES = 32, 4096
+FAILURES = (FestinaError, OSError, RuntimeError)
+"""Of a copy: no stage, or one that does not fit; no memory to map or make one; no thread; torch's own."""
 
 
 class KvPort:
@@ -80,7 +82,7 @@ class KvPort:
                 self._make_own(order.stage, order.room_blocks)
             if order.stage:
                 checksums, tokens = self._copy(order, request, blocks)
-        except FestinaError as error:
+        except FAILURES as error:
             reason = str(error)
         return KvExported(
             model=self._model,
@@ -144,7 +146,7 @@ class KvPort:
                     tokens = self._read(stage, header, self._find(order.request.request_id), order.kv_tokens)
             finally:
                 self._remove(order)
-        except FestinaError as error:
+        except FAILURES as error:
             reason = str(error)
         return KvImported(
             model=self._model,

@@ -26,7 +26,7 @@ from shared.model import ModelSpec, Request
 from shared.slo import objectives_for
 from sim.figures import check_plottable
 from sim.live_plot import plot
-from sim.live_pool import ENDS_S, TAIL_S, Live, live_run, prompt_of
+from sim.live_pool import ENDS_S, POOL_SETTINGS, TAIL_S, Live, live_run, prompt_of
 from sim.replay import Differs, replay
 from sim.report import attainment, metered_j, quantiles
 from sim.scenario import RequestRecord, Scenario, Settings
@@ -224,7 +224,7 @@ def _replayed(folder: Path, bar: Progress) -> dict[str, str]:
     found = {}
     for path in bar.track(sorted(folder.glob("*.rec")), description="replayed"):
         try:
-            found[path.stem] = f"{replay(path):,} steps, {SAME}"
+            found[path.stem] = f"{replay(path, POOL_SETTINGS):,} steps, {SAME}"
         except Differs as error:
             found[path.stem] = str(error)
     return found

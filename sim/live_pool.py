@@ -24,6 +24,8 @@ from sim.scenario import RequestRecord
 from sim.workload import Arrival
 
 READY_S = 120.0  # for the pool to come up
+POOL_SETTINGS = {"FESTINA_CONSOLIDATOR_GATHER_MS": "10000"}
+"""Of every pool: all models are placed together, as in the simulator, though to register them may stall."""
 TAIL_S = 30.0  # after the last request, in which all end
 ENDS_S = 120.0  # after that, for those that have not
 WATCHED_S = 0.5  # period at which GPUs are looked at; they tell of themselves as often
@@ -88,9 +90,15 @@ async def live_run(
     command = [sys.executable, "-m", "services.cli", "up", "--emulated", "--port", str(port)]
     command += ["--gpus", str(gpus), "--models", "0", "--state-dir", str(folder / "state")]
     base = {key: value for key, value in os.environ.items() if not key.startswith("FESTINA_")}
-    settings = {"FESTINA_TRACING": "0", FOLDER_VARIABLE: str(folder / "recorded"), **environment}
+    own = {"FESTINA_TRACING": "0", FOLDER_VARIABLE: str(folder / "recorded")}
     with (folder / "up.log").open("wb") as log:
-        pool = subprocess.Popen(command, env=base | settings, stdout=log, stderr=log, start_new_session=True)
+        pool = subprocess.Popen(
+            command,
+            env={**base, **own, **POOL_SETTINGS, **environment},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     started_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -115,6 +123,7 @@ async def _ready(
     """Register the models, and wait until all are loaded."""
     deadline_s = time.monotonic() + READY_S
     missing = list(models)
+    states: dict[str, str] = {}
     while time.monotonic() < deadline_s and pool.poll() is None:
         await asyncio.sleep(0.5)
         try:
@@ -125,10 +134,12 @@ async def _ready(
             listed = (await http.get("/v1/models")).json()["data"]
         except (httpx.HTTPError, KeyError, ValueError):
             continue
-        if sum(model["state"] == "ready" for model in listed) == len(models):
+        states = {model["id"]: model["state"] for model in listed}
+        if list(states.values()).count("ready") == len(models):
             await asyncio.sleep(2.0)  # the summaries say what was loaded
             return
-    raise FestinaError(f"the pool did not come up: {(folder / 'up.log').read_text()[-2000:]}")
+    log = (folder / "up.log").read_text()[-2000:]
+    raise FestinaError(f"the pool did not come up; its models: {states}; its log: {log}")
 
 
 async def _measured(http: httpx.AsyncClient, arrivals: tuple[Arrival, ...], progress: Progress) -> Live:

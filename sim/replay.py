@@ -5,7 +5,7 @@ as in service) and by what it has said itself: a GPU's summaries name its device
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,18 @@ class Differs(AssertionError):
     """A core did something else than in its recording."""
 
 
-def replay(path: Path) -> int:
+def replay(path: Path, environ: Mapping[str, str] | None = None) -> int:
     """Play one recording and return its number of steps.
+
+    Args:
+        path: the recording.
+        environ: settings of the service, as its environment had them; this process's own by default.
 
     Raises:
         Differs: at the first step at which the actions are others.
     """
     service, _, ident = path.stem.partition(".")
-    core = _MAKERS[service](path, ident)
+    core = _MAKERS[service](path, ident, environ)
     steps = 0
     for now_ms, event, wanted in read(path):
         done = encoded(core.step(now_ms, event))
@@ -54,9 +58,9 @@ def replay(path: Path) -> int:
     return steps
 
 
-def _local(path: Path, ident: str) -> LocalSchedCore:
+def _local(path: Path, ident: str, environ: Mapping[str, str] | None) -> LocalSchedCore:
     summary = _summary(path)
-    device, settings = device_for(summary.gpu_type), load(LocalSettings, LOCAL)
+    device, settings = device_for(summary.gpu_type), load(LocalSettings, LOCAL, environ)
     kind, started_ms, elastic = summary.engine, summary.started_ms, elastic_kv(path)
     return LocalSchedCore(ident, summary.host, kind, device, settings, started_ms, elastic_kv=elastic)
 
@@ -85,14 +89,14 @@ def _sent(data: bytes) -> Any:
     return msgspec.msgpack.decode(fields["message"], type=kinds)
 
 
-_MAKERS: dict[str, Callable[[Path, str], ev.Core]] = {
-    GATEWAY: lambda path, ident: GatewayCore(ident, load(GatewaySettings, GATEWAY)),
-    GLOBAL: lambda path, ident: GlobalSchedCore(ident, load(GlobalSettings, GLOBAL)),
+_MAKERS: dict[str, Callable[[Path, str, Mapping[str, str] | None], ev.Core]] = {
+    GATEWAY: lambda path, ident, environ: GatewayCore(ident, load(GatewaySettings, GATEWAY, environ)),
+    GLOBAL: lambda path, ident, environ: GlobalSchedCore(ident, load(GlobalSettings, GLOBAL, environ)),
     LOCAL: _local,
-    CONSOLIDATOR: lambda path, ident: ConsolidatorCore(
-        ident, load(ConsolidatorSettings, CONSOLIDATOR), None, ()
+    CONSOLIDATOR: lambda path, ident, environ: ConsolidatorCore(
+        ident, load(ConsolidatorSettings, CONSOLIDATOR, environ), None, ()
     ),
-    MIGRATOR: lambda path, ident: MigratorCore(ident, load(MigratorSettings, MIGRATOR)),
+    MIGRATOR: lambda path, ident, environ: MigratorCore(ident, load(MigratorSettings, MIGRATOR, environ)),
 }
 
 

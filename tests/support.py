@@ -85,7 +85,7 @@ class Servers:
         redis.Redis(port=self.store_port).flushall()
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 15.0, every_s: float = 0.02) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0, every_s: float = 0.02) -> None:
     """Wait until `condition()` is true; fail with its name when it does not become so."""
     deadline = time.monotonic() + within_s
     while not condition():

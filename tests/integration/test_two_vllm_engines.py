@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 SMOL, TINY = "smol-fp32", "tiny-fp32"
 POOL_TOKENS = 2_240  # vLLM wants room for one whole context of 2,048
 MOST_TOKENS = 40
+PREFILLS = 5  # prompts that a decode is beside
 FILLER = "The quick brown fox jumps over the lazy dog beside the old mill. "
 TOPICS = tuple(FILLER * 3 + topic for topic in ("A river.", "Three colours.", "How bread is baked."))
 SPREE = random.Random(7)  # holds and clients of the tests below, the same each time
@@ -102,25 +104,33 @@ async def test_with_everything_held_both_engines_sleep(pair: Pair) -> None:
 
 
 async def test_a_long_prefill_of_one_model_does_not_stall_the_others_decode(pair: Pair) -> None:
-    """Either way round: the prompt of one is computed while the other goes on within its TBT target."""
+    """Either way round: prompts of one are computed while the other goes on within its TBT target.
+
+    Of several prompts the median counts: a busy machine may let one engine wait through any one of them.
+    """
     pair.govern()
-    long_prompt = prompt_of(FILLER * 150)
-    for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 1_000), (SMOL, TINY, 2_000)):
-        flow, long = f"flow {decoding}", f"long {prefilling}"
-        pair.submit(request(flow, decoding, prompt_of(TOPICS[0]), 600), 600, seq=1)
+    for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 300), (SMOL, TINY, 2_000)):
+        flow = f"flow {decoding}"
+        pair.submit(request(flow, decoding, prompt_of(TOPICS[0]), 1_800), 1_800, seq=1)
         await pair.until(lambda flow=flow: len(pair.tokens.get(flow, ())) > 20)
         alone_ms = _mean_tbt_ms(pair.token_s[flow], 0.0, time.monotonic())
-        started_s = time.monotonic()
-        pair.submit(request(long, prefilling, long_prompt[:prompt_tokens], 2), 2, seq=2)
-        await pair.until(lambda long=long: bool(pair.tokens.get(long)))
-        ended_s = pair.token_s[long][0]
+        beside_ms, took_ms = [], []
+        for number in range(PREFILLS):
+            long = f"long {prefilling} {number}"
+            prompt = prompt_of(f"{number}. {FILLER * 150}")[:prompt_tokens]
+            started_s = time.monotonic()
+            pair.submit(request(long, prefilling, prompt, 2), 2, seq=2 + number)
+            await pair.until(lambda long=long: bool(pair.tokens.get(long)))
+            ended_s = pair.token_s[long][0]
+            beside_ms.append(_mean_tbt_ms([started_s, *pair.token_s[flow], ended_s], started_s, ended_s))
+            took_ms.append((ended_s - started_s) * 1000)
+            await pair.until_ended(long)
+        assert flow not in pair.ended
         pair.feed(ev.Abort(request_id=flow, attempt=1, reason="seen enough"))
-        await pair.until_ended(long)
-        beside_ms = _mean_tbt_ms([started_s, *pair.token_s[flow], ended_s], started_s, ended_s)
-        took_ms = (ended_s - started_s) * 1000
-        print(f"{decoding}: {alone_ms:.0f} ms a token, {beside_ms:.0f} beside {prefilling}'s {took_ms:.0f}")
-        assert took_ms > 2 * alone_ms  # else there was nothing to be stalled by
-        assert beside_ms <= max(TBT_MS, 3 * alone_ms)  # the latter where this CPU cannot hold the target
+        rounds = ", ".join(f"{ms:.0f} in {took:.0f}" for ms, took in zip(beside_ms, took_ms, strict=True))
+        print(f"{decoding}: {alone_ms:.0f} ms a token; beside prefills of {prefilling}: {rounds}")
+        assert median(took_ms) > 2 * alone_ms  # else there was nothing to be stalled by
+        assert median(beside_ms) <= max(TBT_MS, 3 * alone_ms)  # the latter where this CPU cannot hold it
     pair.leave()
 
 

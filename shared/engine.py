@@ -240,6 +240,7 @@ class KvExported(Event):
     """
 
     model: str
+    request_id: str
     move_id: str
     first_block: int
     blocks: int

@@ -161,6 +161,8 @@ def admit_waiting(state: State, now_ms: float) -> list[Action]:
         full = len(engine.running) >= state.settings.max_running
         if engine.state != "ready" or full or model in closed or not _has_turn(state, engine, work):
             continue
+        if work.run_id in engine.leaving:
+            continue  # its next run begins with what its engine still has to tell of the last one
         most = state.ledger.most_tokens(model)
         if most < work.context_tokens:
             reason = f"out of memory: KV of {work.context_tokens} tokens does not fit on {state.gpu} any more"

@@ -159,6 +159,7 @@ class Copies:
             return None if gone else imported, energy_j, 0
         exported = KvExported(
             model=order.model,
+            request_id=order.request_id,
             move_id=order.move_id,
             first_block=order.first_block,
             blocks=0 if gone else copy.blocks,

@@ -148,6 +148,7 @@ def ended(state: State, now_ms: float, event: EngineEnded) -> list[Action]:
 def _asleep(state: State, now_ms: float, engine: Engine) -> list[Action]:
     """A model has left the device for others, and waits for its next turn."""
     engine.state, engine.to_sleep, engine.plan = "asleep", False, None
+    engine.leaving.clear()
     state.ledger.sleep(engine.spec.name)
     rest.note(state, now_ms)
     state.changed()

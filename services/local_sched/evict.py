@@ -34,6 +34,7 @@ def evict(state: State, now_ms: float, work: Work) -> list[Action]:
     if blocks:
         work.arrival = Arrival(run_id, kept_tokens)
         actions.append(_export(state, request.model, run_id, blocks))
+        state.engines[request.model].leaving.add(run_id)
         left_ms = max(now_ms, state.evicted_ms) + _copy_ms(state, request.model, kept_tokens)
     state.evicted_ms = max(state.evicted_ms, left_ms)
     labels = {"model": request.model}
@@ -102,10 +103,14 @@ def _copy_ms(state: State, model: str, tokens: int) -> float:
 
 
 def exported(state: State, event: KvExported) -> list[Action]:
-    """Account for a copy of an evicted request's KV, and take its speed into the mean.
+    """Account for a copy of an evicted request's KV, and take its speed into the mean; it may run again.
 
     If it failed, so will the order to take it from there, and that is when its slabs come back.
     """
+    engine = state.engines.get(event.model)
+    if engine is not None and event.request_id in engine.leaving:
+        engine.leaving.remove(event.request_id)
+        state.admit_due = True
     if event.n_bytes >= MEASURED_BYTES and event.took_ms > 0.0:
         latest = 1000.0 * event.n_bytes / event.took_ms
         state.host_bytes_s += LATEST * (latest - state.host_bytes_s)

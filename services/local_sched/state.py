@@ -31,6 +31,7 @@ class Engine:
     Args:
         running: requests given to it, in that order, by the id of their run.
         frozen: runs that are held for a move, whatever else is decided.
+        leaving: runs that were evicted, and whose KV it has not said to have copied.
         used_ms: when it last had work, or became ready.
         stepped_ms: when a step of it last ended, or the first of its requests was given to it.
         plan: the plan in force, None before the first.
@@ -55,6 +56,7 @@ class Engine:
     reason: str = ""
     running: dict[str, Work] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    leaving: set[str] = field(default_factory=set)
     plan: Plan | None = None
     tally: Tally | None = None
     inside: tuple[Tally | None, float, Inside] | None = None

@@ -26,7 +26,7 @@ pytestmark = [*needs_vllm, pytest.mark.asyncio(loop_scope="module")]
 SMOL, TINY = "smol-fp32", "tiny-fp32"
 POOL_TOKENS = 2_240  # vLLM wants room for one whole context of 2,048
 MOST_TOKENS = 40
-PREFILLS = 5  # prompts that a decode is beside
+PREFILLS = 7  # prompts that a decode is beside
 FILLER = "The quick brown fox jumps over the lazy dog beside the old mill. "
 TOPICS = tuple(FILLER * 3 + topic for topic in ("A river.", "Three colours.", "How bread is baked."))
 SPREE = random.Random(7)  # holds and clients of the tests below, the same each time
@@ -109,7 +109,7 @@ async def test_a_long_prefill_of_one_model_does_not_stall_the_others_decode(pair
     Of several prompts the median counts: a busy machine may let one engine wait through any one of them.
     """
     pair.govern()
-    for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 300), (SMOL, TINY, 2_000)):
+    for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 200), (SMOL, TINY, 2_000)):
         flow = f"flow {decoding}"
         pair.submit(request(flow, decoding, prompt_of(TOPICS[0]), 1_800), 1_800, seq=1)
         await pair.until(lambda flow=flow: len(pair.tokens.get(flow, ())) > 20)

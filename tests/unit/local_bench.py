@@ -92,6 +92,24 @@ class Bench:
         )
         return self.do(en.StepDone(model=model, plan_id=0, duration_ms=after_ms, outputs=outputs), after_ms)
 
+    def copied(self, request_id, tokens, n_bytes=0, took_ms=0.0, reason=""):
+        """Report that full blocks of an evicted request's KV are in host memory, or why not."""
+        exported = en.KvExported(
+            model=MODEL.name,
+            request_id=self.runs[request_id],
+            move_id="",
+            first_block=0,
+            blocks=tokens // 16,
+            total_blocks=tokens // 16,
+            n_bytes=n_bytes,
+            checksum=0,
+            took_ms=took_ms,
+            tokens=tokens,
+            reason=reason,
+            energy_j=0.25,
+        )
+        return self.do(exported)
+
     def summary(self):
         """What the core would say of itself now."""
         self.wait(self.state.settings.heartbeat_ms)

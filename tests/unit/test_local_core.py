@@ -321,6 +321,7 @@ def test_a_request_that_outgrows_its_memory_evicts_the_one_cheapest_to_compute_a
     assert evicted == ["short"]
     back = bench.state.queue["short"]
     assert len(back.request.output_tokens) > 1 and back.tokens == []
+    bench.copied("short", 64)
     done = bench.token("grows", "middle", finish="stop")
     (run,) = of(done, en.RunRequest)
     assert name_of(run) == "short" and run.request.output_tokens == back.request.output_tokens

@@ -33,7 +33,8 @@ def labels_of(actions, name):
 
 
 def resume(bench):
-    """Let the evicted request go on; returns the order."""
+    """Let the evicted request go on, its KV copied; returns the order."""
+    bench.copied("short", KEPT)
     bench.token("long", finish="stop")
     return of(bench.actions, en.RunRequest)[-1]
 
@@ -69,12 +70,7 @@ def test_its_next_run_takes_the_kv_and_the_slabs_are_free():
 
 def test_kv_that_is_not_to_be_had_is_computed_again():
     bench = evicted_bench()
-    bench.do(
-        en.KvExported(
-            model=MODEL.name, move_id="", first_block=0, blocks=0, total_blocks=0, n_bytes=0, checksum=0,
-            took_ms=0.0, reason="no memory",
-        )
-    )  # fmt: skip
+    bench.copied("short", 0, reason="no memory")
     run = resume(bench)
     bench.do(
         en.KvImported(
@@ -103,6 +99,17 @@ def test_a_token_of_the_step_in_which_it_was_evicted_is_told_and_its_next_run_go
     assert run.request.output_tokens[count:] == (9,)
     assert (run.stage, run.kv_tokens) == (work.arrival.stage, KEPT)
     assert work.prefill_tokens == LONG + count + 1 - KEPT
+
+
+def test_it_begins_no_other_run_before_its_engine_has_told_all_of_the_old_one():
+    bench = evicted_bench()
+    count = len(of(bench.actions, en.RunRequest))
+    bench.token("long", finish="stop")  # there would be room
+    assert len(of(bench.actions, en.RunRequest)) == count
+    bench.token("short", token=9)
+    bench.copied("short", KEPT)
+    (run,) = of(bench.actions, en.RunRequest)[count:]
+    assert run.request.output_tokens[-1] == 9
 
 
 def test_if_it_was_the_last_it_needed_it_has_ended():
@@ -205,11 +212,7 @@ def test_nobody_else_is_evicted_while_the_copy_still_holds_the_memory():
 def test_the_speed_of_copies_is_measured():
     bench = evicted_bench()
     before = bench.state.host_bytes_s
-    report = en.KvExported(
-        model=MODEL.name, move_id="", first_block=0, blocks=100, total_blocks=100, n_bytes=10**9, checksum=0,
-        took_ms=1000.0, tokens=KEPT, energy_j=0.25,
-    )  # fmt: skip
-    done = bench.do(report)
+    done = bench.copied("short", KEPT, n_bytes=10**9, took_ms=1000.0)
     assert bench.state.host_bytes_s == pytest.approx(0.7 * before + 0.3 * 1e9)
     assert [c.value for c in of(done, ev.Count) if c.name == "offload_energy_j"] == [0.25]
 

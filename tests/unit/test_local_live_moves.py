@@ -36,6 +36,7 @@ def freeze(first_block=0, blocks=100, stage="s", move_id="m"):
 def exported(first_block=0, blocks=7, tokens=101, move_id="m", reason=""):
     return en.KvExported(
         model=MODEL.name,
+        request_id="",
         move_id=move_id,
         first_block=first_block,
         blocks=blocks,

@@ -86,6 +86,7 @@ class KvPort:
             reason = str(error)
         return KvExported(
             model=self._model,
+            request_id=order.request_id,
             move_id=order.move_id,
             first_block=order.first_block,
             blocks=len(checksums),

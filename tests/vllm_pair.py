@@ -238,11 +238,15 @@ class Pair:
 
 
 @lru_cache
-def prompt_of(text: str) -> tuple[int, ...]:
+def _tokenizer() -> Tokenizer:
     assert MODEL is not None
-    tokenizer = Tokenizer.from_file(f"{MODEL.tokenizer}/tokenizer.json")
+    return Tokenizer.from_file(f"{MODEL.tokenizer}/tokenizer.json")
+
+
+@lru_cache
+def prompt_of(text: str) -> tuple[int, ...]:
     chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    return tuple(tokenizer.encode(chat, add_special_tokens=False).ids)
+    return tuple(_tokenizer().encode(chat, add_special_tokens=False).ids)
 
 
 def request(request_id: str, model: str, prompt: tuple[int, ...], max_tokens: int) -> Request:

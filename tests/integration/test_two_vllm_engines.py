@@ -108,6 +108,7 @@ async def test_a_long_prefill_of_one_model_does_not_stall_the_others_decode(pair
 
     Of several prompts the median counts: a busy machine may let one engine wait through any one of them.
     """
+    long_prompt = prompt_of(FILLER * 150)
     pair.govern()
     for decoding, prefilling, prompt_tokens in ((TINY, SMOL, 200), (SMOL, TINY, 2_000)):
         flow = f"flow {decoding}"
@@ -117,9 +118,8 @@ async def test_a_long_prefill_of_one_model_does_not_stall_the_others_decode(pair
         beside_ms, took_ms = [], []
         for number in range(PREFILLS):
             long = f"long {prefilling} {number}"
-            prompt = prompt_of(f"{number}. {FILLER * 150}")[:prompt_tokens]
             started_s = time.monotonic()
-            pair.submit(request(long, prefilling, prompt, 2), 2, seq=2 + number)
+            pair.submit(request(long, prefilling, long_prompt[:prompt_tokens], 2), 2, seq=2 + number)
             await pair.until(lambda long=long: bool(pair.tokens.get(long)))
             ended_s = pair.token_s[long][0]
             beside_ms.append(_mean_tbt_ms([started_s, *pair.token_s[flow], ended_s], started_s, ended_s))

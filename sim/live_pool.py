@@ -97,7 +97,7 @@ async def live_run(
             env={**base, **own, **POOL_SETTINGS, **environment},
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            process_group=0,
         )
     started_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     try:

@@ -121,7 +121,7 @@ class RunningPool:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property

@@ -87,7 +87,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,  # the same session: Linux shares cores fairly within one, not among many
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 

@@ -121,7 +121,6 @@ class Child:
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
-                start_new_session=True,  # an interrupt from the terminal is not for the child
             )
             theirs.close()
             talk = asyncio.create_task(self._talk(ours, hear))

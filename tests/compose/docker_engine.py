@@ -56,7 +56,7 @@ class DockerEngine:
         argv = ["dockerd", "--data-root", str(data), "--exec-root", str(state)]
         argv += ["-H", self.env["DOCKER_HOST"], "-p", str(self.folder / "pid")]
         with (self.folder / "dockerd.log").open("wb") as log:
-            self._daemon = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+            self._daemon = subprocess.Popen(argv, stdout=log, stderr=log, process_group=0)
         deadline = time.monotonic() + START_S
         while not self.answers:
             ended = self._daemon.poll() is not None

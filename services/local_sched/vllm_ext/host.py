@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--stages", type=Path, help="folder of the host's stages, for KV that is moved")
     parser.add_argument("--sms", type=msgspec.json.Decoder(SmCut).decode, help="parts of the SMs, as JSON")
     given = parser.parse_args()
+    os.setpgrp()  # an interrupt from the terminal is for the scheduler, not for this process
     connection = socket.socket(fileno=given.fd)
     orders: queue.Queue[EngineOrder] = queue.Queue(MAX_ORDERS)
     _begin(lambda: _receive(connection, orders))

@@ -35,6 +35,8 @@ from shared.engine import (
     ClockApplied,
     EngineEnded,
     EngineReady,
+    ExportKv,
+    KvExported,
     LoadEngine,
     RunRequest,
     SetClock,
@@ -84,8 +86,18 @@ class Bench:
         while len(self.tokens.get(request_id, ())) < count:
             await self.next()
 
+    async def obeyed(self) -> None:
+        """Wait until the engine has obeyed all orders so far, and told of the step then under way."""
+        self.engines.perform(
+            ExportKv(
+                model=MODEL_NAME, request_id="nobody's", move_id="asked", first_block=0, blocks=0, stage=""
+            )
+        )
+        while not isinstance(await self.next(), KvExported):
+            pass
+
     async def until_silent(self, for_s: float) -> None:
-        """Wait until nothing has come for that long: a step under way when an order came still ends."""
+        """Wait until nothing has come for that long."""
         while True:
             try:
                 await self.next(within_s=for_s)
@@ -189,7 +201,7 @@ async def test_held_from_the_start_waits_without_burning_cpu(bench: Bench, expec
     bench.run("free-one")
     await bench.until_end("free-one")
     assert bench.tokens["free-one"] == expected
-    await bench.until_silent(0.3)
+    await bench.obeyed()
     (pid,) = children(os.getpid())
     before_s = cpu_s(pid)
     await bench.until_silent(1.0)
@@ -200,12 +212,17 @@ async def test_held_from_the_start_waits_without_burning_cpu(bench: Bench, expec
     assert bench.tokens["held-one"] == expected
 
 
+async def test_an_interrupt_from_the_terminal_is_not_for_it(bench: Bench) -> None:
+    (pid,) = children(os.getpid())
+    assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
+
+
 async def test_held_while_running_goes_on_where_it_was(bench: Bench, expected: list[int]) -> None:
     bench.plan()
     bench.run("pausing")
     await bench.until_tokens("pausing", 5)
     bench.plan("pausing")
-    await bench.until_silent(0.5)
+    await bench.obeyed()
     so_far = len(bench.tokens["pausing"])
     assert 5 <= so_far < len(expected)
     prefilled = bench.prefilled("pausing")
@@ -232,7 +249,7 @@ async def test_a_step_computes_no_more_prompt_than_the_plan_says(bench: Bench) -
     bench.run("decoding", ignore_eos=True, max_tokens=200)
     await bench.until_tokens("decoding", 1)
     bench.plan("other", chunk_tokens=5)
-    await bench.until_silent(0.0)
+    await bench.obeyed()
     bench.run("chunked", max_tokens=1)
     del bench.outputs[:]
     steps_with_prefill = 0
@@ -247,7 +264,7 @@ async def test_a_step_computes_no_more_prompt_than_the_plan_says(bench: Bench) -
     assert sum(prefilled) == len(bench.prompt)
     assert steps_with_prefill == -(-len(bench.prompt) // 5)
     bench.engines.perform(StopRequest(model=MODEL_NAME, request_id="decoding"))
-    await bench.until_silent(0.5)
+    await bench.obeyed()
 
 
 async def test_prefills_take_turns_as_the_plan_says(bench: Bench, expected: list[int]) -> None:
@@ -294,7 +311,7 @@ async def test_stopped_requests_say_nothing_more(bench: Bench, expected: list[in
     await bench.until_tokens("endless", 3)
     bench.engines.perform(StopRequest(model=MODEL_NAME, request_id="endless"))
     bench.engines.perform(StopRequest(model=MODEL_NAME, request_id="never-there"))
-    await bench.until_silent(0.5)
+    await bench.obeyed()
     count = len(bench.tokens["endless"])
     assert count < 100
     bench.run("next")

@@ -115,8 +115,8 @@ def _part(state: State, engine: Engine) -> list[Action]:
 
 def parted(state: State, now_ms: float, event: KvExported) -> list[Action]:
     """Put a request back into the queue whose KV is in host memory now; it goes on from there."""
-    engine, run_id = state.engines.get(event.model), event.move_id.removeprefix(PARTED)
-    work = engine.running.get(run_id) if engine else None
+    engine = state.engines.get(event.model)
+    work = engine.running.get(event.request_id) if engine else None
     if work is None:
         return []
     back_to_queue(state, now_ms, work, min(event.tokens, work.context_tokens - 1))
@@ -125,7 +125,7 @@ def parted(state: State, now_ms: float, event: KvExported) -> list[Action]:
     if work.started:
         work.due_ms = now_ms + work.request.objectives.ttft_ms
     labels = {"model": event.model}
-    return [StopRequest(model=event.model, request_id=run_id), Count(name="parted", labels=labels)]
+    return [StopRequest(model=event.model, request_id=event.request_id), Count(name="parted", labels=labels)]
 
 
 def _put_to_sleep(state: State, missing_bytes: int, spared: Iterable[str]) -> list[Action]:

@@ -32,9 +32,10 @@ def labels_of(actions, name):
     return [count.labels for count in of(actions, ev.Count) if count.name == name]
 
 
-def resume(bench):
-    """Let the evicted request go on, its KV copied; returns the order."""
-    bench.copied("short", KEPT)
+def resume(bench, reason=""):
+    """Let the evicted request go on, once its KV is copied if that was ordered; returns the order."""
+    for export in of(bench.actions, en.ExportKv):
+        bench.copied("short", 0 if reason else export.blocks * 16, reason=reason)
     bench.token("long", finish="stop")
     return of(bench.actions, en.RunRequest)[-1]
 
@@ -70,8 +71,7 @@ def test_its_next_run_takes_the_kv_and_the_slabs_are_free():
 
 def test_kv_that_is_not_to_be_had_is_computed_again():
     bench = evicted_bench()
-    bench.copied("short", 0, reason="no memory")
-    run = resume(bench)
+    run = resume(bench, reason="no memory")
     bench.do(
         en.KvImported(
             model=MODEL.name,

@@ -82,6 +82,13 @@ class Bus:
 
         await self._client.subscribe(subject, queue=queue, cb=received)
 
+    async def flush(self) -> None:
+        """Wait until the server has taken all that was sent, subscriptions among it. Raises Unavailable."""
+        try:
+            await self._client.flush()
+        except (nats.errors.Error, OSError) as error:
+            raise Unavailable(f"the NATS server has gone silent: {error}") from error
+
     def publish(self, subject: str, payload: bytes) -> None:
         """Send a message, without waiting: what cannot be written now is written later, in order."""
         self._outbox.append((subject, payload))

@@ -275,6 +275,8 @@ class Placement(Struct):
         prefill: where prefill and decode are apart, the GPUs that compute prompts; all others decode.
         room_short: requests wait for models that find no room, or did lately, since those that are loaded are
             in use: GPUs had better be done soon with what they have.
+        parked: models let go for want of use: only a request for one has it placed again. A model that is
+            neither here nor among the instances is still to be placed, or has found no room.
     """
 
     version: int
@@ -282,6 +284,7 @@ class Placement(Struct):
     drained: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     room_short: bool = False
+    parked: tuple[str, ...] = ()
 
 
 class Plan(Struct):

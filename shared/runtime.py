@@ -104,15 +104,18 @@ class Shell:
         request away because it has not heard of its model yet.
 
         Raises:
-            Unavailable: the store is away.
+            Unavailable: the store or the bus is away.
         """
         self._core = core
         self._performers.update(performers)
         held = self._held = deque(maxlen=HELD_MESSAGES)
         for subject, queue, message_type in subscriptions(self.service, self.ident):
             await self.bus.subscribe(subject, queue, self._receiver(message_type))
+        await self.bus.flush()  # nothing told is missed from here on; what was told before is read now
         self.feed(ev.Tick())
         await self._restore()
+        if self._rereading is None:
+            self._rereading = asyncio.create_task(self._reread(started=True))
         self._held = None
         for message in held:
             self.heard(message)
@@ -135,15 +138,21 @@ class Shell:
         if placement is not None:
             self._retell(ev.PlacementChanged(placement=placement))
 
-    async def _reread(self) -> None:
+    async def _reread(self, started: bool = False) -> None:
         """Tell the core what has changed while it could hear nothing, as the messages it has missed.
 
         The store is read twice; `KnownModels.news` says why.
+
+        Args:
+            started: it could not hear because it was not there. What has been stored since it read is looked
+                for a while later: a model or placement may be told first. Tables are stored, then told.
         """
         missing: set[str] | None = None
+        if started:
+            await asyncio.sleep(REREAD_S)
         for _ in range(REREAD_TRIES):
             try:
-                if self.service in ROUTES[ev.LutStored].readers:
+                if not started and self.service in ROUTES[ev.LutStored].readers:
                     await self._read_luts(LUT_KEYS)
                 missing = await self._reread_models(missing)
                 await self._reread_placement()

@@ -17,8 +17,8 @@ class Cluster:
     """Desired and actual state, and the questions that planning and ordering ask of both.
 
     `models` are registered; `removed` are not any more, but still loaded somewhere. `resting` are GPUs that
-    consolidation has emptied. `prefill` are those that compute prompts, where decodes are apart. `room_short`
-    is as in `Placement`.
+    consolidation has emptied. `prefill` are those that compute prompts, where decodes are apart. `parked` and
+    `room_short` are as in `Placement`.
     """
 
     def __init__(self, settings: ConsolidatorSettings, models: Iterable[ModelSpec]) -> None:
@@ -30,6 +30,7 @@ class Cluster:
         self.drained: set[str] = set()
         self.resting: set[str] = set()
         self.prefill: set[str] = set()
+        self.parked: set[str] = set()
         self.caches = HostCaches()
         self.room_short = False
         self._by_model: dict[str, list[Instance]] = {}
@@ -39,13 +40,14 @@ class Cluster:
 
     def placement(self, version: int) -> Placement:
         """Return what is to be, as a placement of that version."""
-        drained, prefill = tuple(sorted(self.drained)), tuple(sorted(self.prefill))
-        return Placement(version, self.instances(), drained, prefill, self.room_short)
+        drained, prefill, parked = (tuple(sorted(names)) for names in (self.drained, self.prefill, self.parked))
+        return Placement(version, self.instances(), drained, prefill, self.room_short, parked)
 
     def follow(self, placement: Placement) -> None:
         """Take what a placement says; whether room is short, each replica sees for itself."""
         self.replace(placement.instances)
         self.drained, self.prefill = set(placement.drained), set(placement.prefill)
+        self.parked = set(placement.parked)
 
     def instances(self) -> tuple[Instance, ...]:
         """Return all instances, ordered by model and GPU."""
@@ -63,7 +65,8 @@ class Cluster:
             self.add(instance)
 
     def add(self, instance: Instance) -> None:
-        """Add an instance."""
+        """Add an instance; its model is parked no more."""
+        self.parked.discard(instance.model)
         self._by_model.setdefault(instance.model, []).append(instance)
         for gpu in instance.gpus:
             self._by_gpu.setdefault(gpu, []).append(instance)

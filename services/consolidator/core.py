@@ -220,12 +220,10 @@ class ConsolidatorCore:
         self._seen_ms[summary.gpu] = now_ms
 
     def _follow(self, placement: Placement) -> None:
-        """Take over a peer's newer placement; what it let go stays unloaded here as well."""
-        before = {instance.model for instance in self._placement.instances}
-        after = {instance.model for instance in placement.instances}
+        """Take over a peer's newer placement; what it has not placed yet is still to be, should we lead."""
         self._placement = placement
         self._cluster.follow(placement)
-        self._upkeep.followed(before, after)
+        self._upkeep.fill_up()
         self._announce = True  # if it leads, the store must have it too: the peer's word may not get there
 
     def _gone(self, orders: Orders) -> set[str]:

@@ -39,23 +39,24 @@ class Upkeep:
         self._set = settings
         self._cluster = cluster
         self._consolidation = consolidation
-        self._to_place = set(cluster.models)  # to be placed at the next look, if they fit
+        self._to_place: set[str] = set()  # to be placed at the next look, if they fit
         self._gather_until_ms = 0.0  # but not before this: more of them may be on their way
-        self._parked: set[str] = set()  # unloaded for want of use: only a request brings them back
         self._wanted: dict[str, _Wanted] = {}  # the one that waits longest first
         self._scaled_ms: dict[str, float] = {}
         self._passed_over_ms = float("-inf")  # when a model was last waiting for room for long
+        self.fill_up()
 
     # ---- what happens
 
     def fill_up(self) -> None:
-        """There is more room than before: try again the models that had none."""
-        self._to_place |= self._cluster.models.keys() - self._parked
+        """There is more room than before, or a peer's placement in force: try again what has no place."""
+        self._to_place = self._cluster.models.keys() - self._cluster.parked
 
     def registered(self, now_ms: float, model: ModelSpec) -> None:
         """A model is new or has changed."""
         if model.name not in self._cluster.models:
-            self._to_place.add(model.name)
+            if model.name not in self._cluster.parked:
+                self._to_place.add(model.name)
             self._gather_until_ms = now_ms + self._set.gather_ms
         self._cluster.models[model.name] = model
         self._cluster.removed.pop(model.name, None)
@@ -63,18 +64,13 @@ class Upkeep:
     def removed(self, model: str) -> None:
         """A model is no longer registered."""
         self._cluster.removed[model] = self._cluster.models.pop(model)
-        self._parked.discard(model)
+        self._cluster.parked.discard(model)
         self._wanted.pop(model, None)
         self._scaled_ms.pop(model, None)
 
     def asked_for(self, now_ms: float, model: str) -> None:
         """A request waits for a model that no GPU is to have."""
         self._wanted.setdefault(model, _Wanted(now_ms, now_ms)).until_ms = now_ms + self._set.wanted_ms
-
-    def followed(self, before: set[str], after: set[str]) -> None:
-        """A peer's placement has been taken over; what it let go stays unloaded here as well."""
-        self._parked = (self._parked | (before - after)) - after
-        self._to_place -= self._parked | after
 
     # ---- what the placement is to be
 
@@ -151,12 +147,11 @@ class Upkeep:
 
     def _add(self, model: str, gpu: str) -> None:
         self._cluster.add(Instance(model=model, gpus=(gpu,)))
-        self._parked.discard(model)
 
     def _park(self, instance: Instance) -> None:
         self._cluster.remove(instance)
         if not self._cluster.of_model(instance.model):
-            self._parked.add(instance.model)
+            self._cluster.parked.add(instance.model)
 
     def _clear_gpus(self, now_ms: float, gone: Collection[str]) -> None:
         """Take all models off GPUs that are gone or drained; those that are nowhere else are placed again.
@@ -174,6 +169,7 @@ class Upkeep:
 
     def _forget_removed(self) -> None:
         cluster = self._cluster
+        cluster.parked &= cluster.models.keys()
         for instance in cluster.instances():
             if instance.model not in cluster.models:
                 cluster.remove(instance)

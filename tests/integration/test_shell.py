@@ -144,6 +144,25 @@ async def test_what_comes_while_a_service_starts_is_heard_after_what_the_store_k
     await starting.close()
 
 
+async def test_a_model_told_before_a_service_listens_and_stored_after_it_has_read_is_heard_of(
+    shells, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.runtime.REREAD_S", 0.2)
+    added, gone = emulated_models(2)
+    store = Store(servers.settings)
+    await store.connect()
+    store.put(model_key(gone.name), gone)
+    await eventually(lambda: not store._waiting)
+    core = Listener()
+    await shells(LOCAL, "g", core)
+    assert core.of(ev.ModelRegistered) == [ev.ModelRegistered(model=gone)]
+    store.put(model_key(added.name), added)
+    store.delete(model_key(gone.name))
+    await eventually(lambda: core.of(ev.ModelRemoved) == [ev.ModelRemoved(model=gone.name)])
+    assert core.of(ev.ModelRegistered)[1:] == [ev.ModelRegistered(model=added)]
+    await store.close()
+
+
 async def test_a_core_is_woken_when_it_asked_to_be(shells) -> None:
     from shared.clock import now_ms
 

@@ -358,7 +358,7 @@ def test_a_request_for_a_model_being_unloaded_loads_it_again() -> None:
     lab = Lab([spec("a", keep_alive_ms=5_000.0)], [FakeGpu("g1")]).run()
     lab.gpus["g1"].set("a", state="unloading")
     lab.run(250)
-    lab.do(ev.PlacementChanged(placement=Placement(version=2**50)))
+    lab.do(ev.PlacementChanged(placement=Placement(version=2**50, parked=("a",))))
     lab.do(ev.ScaleOut(model="a", scheduler="s", reason="no instance"))
     lab.run(750)
     assert lab.placed == {}
@@ -576,11 +576,46 @@ def test_a_peers_newer_placement_wins_and_an_older_one_does_not() -> None:
     ours = lab.core.placement
     lab.do(ev.PlacementChanged(placement=Placement(version=ours.version - 1)))
     assert lab.core.placement == ours
-    theirs = Placement(version=ours.version + 5, instances=(Instance(model="a", gpus=("g2",)),))
+    there = (Instance(model="a", gpus=("g2",)),)
+    theirs = Placement(version=ours.version + 5, instances=there, parked=("b",))
     lab.do(ev.PlacementChanged(placement=theirs))
     lab.run()
     assert lab.core.placement == theirs and lab.puts == [ours, ours, theirs]  # the older one was overwritten
     assert where(lab) == {"g1": [], "g2": ["a"]}
+
+
+def test_a_model_that_a_peers_placement_does_not_have_yet_is_placed_again_where_it_is_loaded() -> None:
+    """The peer began to lead before it had heard of us, and of the model."""
+    lab = Lab([spec("a"), spec("b")], [FakeGpu("g1"), FakeGpu("g2")]).run()
+    assert lab.placed == {"a": ("g1",), "b": ("g2",)}
+    theirs = Placement(version=lab.core.placement.version + 5, instances=(Instance(model="a", gpus=("g1",)),))
+    lab.do(ev.PlacementChanged(placement=theirs))
+    lab.run()
+    assert lab.placed == {"a": ("g1",), "b": ("g2",)} and lab.sent(ev.Unload) == []
+
+
+def test_what_was_let_go_is_told_and_stays_so_over_a_restart_until_it_is_asked_for() -> None:
+    models, gpu = [spec("a", keep_alive_ms=5_000.0), spec("b")], FakeGpu("g1")
+    lab = Lab(models, [gpu]).run()
+    gpu.set("a", idle_ms=5_100.0)
+    lab.run()
+    assert lab.core.placement.parked == ("a",) and where(lab) == {"g1": ["b"]}
+    again = Lab([], [gpu], lab.core.placement)
+    for model in models:  # read from the store
+        again.do(ev.ModelRegistered(model=model))
+    again.run(5_000)
+    assert again.core.placement.parked == ("a",) and where(again) == {"g1": ["b"]}
+    again.do(ev.ScaleOut(model="a", scheduler="s", reason="no instance"))
+    again.run()
+    assert again.core.placement.parked == () and where(again) == {"g1": ["a", "b"]}
+    again.gpus["g1"].set("a", idle_ms=5_100.0)
+    again.run()
+    again.do(ev.ModelRemoved(model="a"))
+    again.run()
+    assert again.core.placement.parked == ()
+    again.do(ev.ModelRegistered(model=models[0]))  # registered anew it is loaded, as any
+    again.run()
+    assert where(again) == {"g1": ["a", "b"]}
 
 
 def test_settings_are_checked() -> None:

@@ -40,7 +40,7 @@ class Cluster:
 
     def placement(self, version: int) -> Placement:
         """Return what is to be, as a placement of that version."""
-        drained, prefill, parked = (tuple(sorted(names)) for names in (self.drained, self.prefill, self.parked))
+        drained, prefill, parked = (tuple(sorted(s)) for s in (self.drained, self.prefill, self.parked))
         return Placement(version, self.instances(), drained, prefill, self.room_short, parked)
 
     def follow(self, placement: Placement) -> None:

@@ -152,6 +152,7 @@ class Upkeep:
         self._cluster.remove(instance)
         if not self._cluster.of_model(instance.model):
             self._cluster.parked.add(instance.model)
+            self._to_place.discard(instance.model)
 
     def _clear_gpus(self, now_ms: float, gone: Collection[str]) -> None:
         """Take all models off GPUs that are gone or drained; those that are nowhere else are placed again.

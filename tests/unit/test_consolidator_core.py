@@ -594,6 +594,15 @@ def test_a_model_that_a_peers_placement_does_not_have_yet_is_placed_again_where_
     assert lab.placed == {"a": ("g1",), "b": ("g2",)} and lab.sent(ev.Unload) == []
 
 
+def test_a_model_let_go_at_the_very_look_that_tries_all_again_is_not_placed_again() -> None:
+    lab = Lab([spec("a", keep_alive_ms=5_000.0)], [FakeGpu("g1")]).run()
+    lab.gpus["g1"].set("a", idle_ms=5_100.0)
+    lab.do(lab.gpus["g1"].summary())
+    theirs = replace(lab.core.placement, version=lab.core.placement.version + 5)
+    lab.do(ev.PlacementChanged(placement=theirs))
+    assert lab.placed == {} and lab.core.placement.parked == ("a",)
+
+
 def test_what_was_let_go_is_told_and_stays_so_over_a_restart_until_it_is_asked_for() -> None:
     models, gpu = [spec("a", keep_alive_ms=5_000.0), spec("b")], FakeGpu("g1")
     lab = Lab(models, [gpu]).run()
